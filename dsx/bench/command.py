@@ -24,6 +24,7 @@ from dsx.bench.gpu.command import gpu
 from dsx.bench.heal.command import heal
 from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
+from dsx.bench.start.command import start
 from dsx.bench.telemetry.command import telemetry
 from dsx.bench.torchft.command import torchft
 from dsx.bench.wall_clock.command import wall_clock
@@ -44,6 +45,7 @@ app.command()(chaos)
 app.command()(heal)
 app.command()(telemetry)
 app.command()(gpu)
+app.command()(start)
 
 
 @app.command()

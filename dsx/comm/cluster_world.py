@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from dsx.comm.open_files import make_room
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
@@ -53,12 +54,17 @@ def init_cluster_world(
     backend = backend_of_world()
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif rank_info.world_size > 1:
+        ranks = rank_info.world_size
+        make_room(ranks, f"gloo's world of {ranks} ranks")
     deadline = timedelta(seconds=deadline_seconds)
     here = [f"dsx/here/{rank}" for rank in range(rank_info.world_size)]
     try:
         store.set(here[rank_info.rank], "")
+        if store.add("dsx/num_here", 1) >= rank_info.world_size:  # who waits, waits for one key
+            store.set("dsx/all_here", "")
         with waiting_for("the other ranks of this cluster to join", deadline_seconds):
-            store.wait(here, deadline)
+            store.wait(["dsx/all_here"], deadline)
             dist.init_process_group(
                 backend,
                 store=store,

@@ -23,8 +23,10 @@ def rendezvous(
     Use it with "clusters": {"rendezvous": "tcp://HOST:PORT", "store": "standalone"}. Ctrl-C ends
     it.
     """
+    from dsx.comm.open_files import take_all_room
     from dsx.comm.store import open_store
 
+    take_all_room()
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store's threads inherit the mask
     try:

@@ -24,11 +24,20 @@ _FIRST_TAG = 1 << 30
 class Gathers:
     """What this rank and its peers tell each other, one value after another."""
 
-    def __init__(self, group: Any, seat: Seat, deadline: float, farewells: Farewells) -> None:
+    def __init__(
+        self,
+        group: Any,
+        seat: Seat,
+        deadline: float,
+        farewells: Farewells | None,
+        first_tag: int = _FIRST_TAG,
+    ) -> None:
+        """Two of them share a group only if their tags, from `first_tag` on, are far apart."""
         self._group = group
         self._seat = seat
         self._deadline_seconds = deadline
         self._farewells = farewells
+        self._first_tag = first_tag
         self._count = 0
 
     def close(self) -> None:
@@ -62,6 +71,6 @@ class Gathers:
         return values
 
     def _messages(self, what: str) -> PointToPoint:
-        tag = _FIRST_TAG + self._count
+        tag = self._first_tag + self._count
         deadline = self._deadline_seconds
         return PointToPoint([self._group], self._seat, what, deadline, tag, self._farewells)

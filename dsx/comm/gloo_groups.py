@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from dsx.comm.gather import Gathers
+from dsx.comm.open_files import make_room
+from dsx.comm.peer_store import PeerStore
 from dsx.comm.reach import require_reach
 from dsx.comm.sockets import listening_since
 from dsx.core.membership import Seat
+
+_FIRST_TAG = 1 << 29  # of the exchanges of addresses, below that of a transport's own gathers
 
 
 class Device:
@@ -43,10 +49,11 @@ class Device:
         """Tell the peers where this one listens; before connecting."""
         store.set(f"listens/{seat.position}", str(self.own_port))
 
-    def hear(self, store: dist.Store, seat: Seat) -> None:
+    def hear(self, store: dist.Store, seat: Seat, deadline: timedelta) -> None:
         """Take what the peers have told; once connected."""
-        told = {int(store.get(f"listens/{peer}")) for peer in seat.others}
-        self.ports |= told - {0}
+        if keys := [f"listens/{peer}" for peer in seat.others]:
+            store.wait(keys, deadline)
+            self.ports |= {*map(int, store.multi_get(keys))} - {0}
 
 
 def open_device(interface: str | None) -> Device:
@@ -63,17 +70,56 @@ def connect_gloo(
     `device` is `open_device`'s. PeerLost names a peer whose address does not lead to it;
     RuntimeError from gloo if one does not come within `deadline`.
     """
+    device.require_reach(store, seat, deadline)
+    device.tell(store, seat)
+    groups = _groups(store, seat, deadline, device, streams)
+    device.hear(store, seat, deadline)
+    return groups
+
+
+def _groups(
+    store: dist.Store, seat: Seat, deadline: timedelta, device: Device, streams: int
+) -> list[Any]:
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
     options._timeout = deadline
     options._threads = 1  # for collectives, of which there are none
     options._devices = [device.handle]
-    device.require_reach(store, seat, deadline)
-    device.tell(store, seat)
-    groups = [
+    return [
         dist.ProcessGroupGloo(
             dist.PrefixStore(f"stream_{k}", store), seat.position, seat.num_clusters, options
         )
         for k in range(streams)
     ]
-    device.hear(store, seat)
-    return groups
+
+
+class GlooConnections:
+    """Makes the groups of one transport, one set of connections after another.
+
+    The first is made where clusters have met, in the key space `store`. Later ones find each other
+    over that one: what the store is asked does not grow with the number of fragments.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        seat: Seat,
+        deadline: timedelta,
+        device: Device,
+        num_groups: int,
+    ) -> None:
+        """`num_groups` are all that will be made; ValueError if this process may not have them."""
+        self._store, self._seat, self._deadline, self._device = store, seat, deadline, device
+        self._gathers: Gathers | None = None
+        peers = len(seat.others)
+        make_room(num_groups * peers, f"{num_groups} connections to each of {peers} clusters")
+
+    def connect(self, what: str, streams: int) -> list[Any]:
+        """Return one group per stream; errors as of `connect_gloo`."""
+        seat, deadline, device = self._seat, self._deadline, self._device
+        if self._gathers is None:
+            groups = connect_gloo(self._store, seat, deadline, device, streams)
+            seconds = deadline.total_seconds()
+            self._gathers = Gathers(groups[0], seat, seconds, None, _FIRST_TAG)
+            return groups
+        exchange = partial(self._gathers.exchange, f"connections of the {what}")
+        return _groups(PeerStore(exchange), seat, deadline, device, streams)

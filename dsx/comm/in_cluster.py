@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,17 @@ class InCluster:
             options._devices = [_device()]
             with self._waiting("connecting"):
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
+                self._connect()
             self._group.set_timeout(timedelta(seconds=deadline_seconds))
         self._deadline_seconds = deadline_seconds
+
+    def _connect(self) -> None:
+        """Make every connection that is ever used, as long as the store is there."""
+        self._group.allreduce([torch.zeros(1)]).wait()
+        self._group.allgather(
+            [[torch.zeros(1) for _ in range(self._world_size)]], [torch.zeros(1)]
+        ).wait()
+        self._group.broadcast([torch.zeros(1)], _of_first()).wait()
 
     @property
     def rank(self) -> int:
@@ -110,11 +120,23 @@ class InCluster:
 
 
 def _device() -> Any:
-    """Return the device that torch takes for gloo groups inside a cluster."""
+    """Return the device that torch takes for gloo groups inside a cluster.
+
+    It connects two ranks when one has something for the other: of N ranks each has to do with a few
+    (a ring and a tree), and N - 1 connections of each would be N^2 addresses read from one store.
+    Older torch knows no such device, and connects all with all.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+    make: Any = dist.ProcessGroupGloo
+    make = (
+        partial(make.create_device, interface=interface)
+        if interface
+        else make.create_default_device
+    )
+    try:
+        return make(lazy_init=True)
+    except TypeError:
+        return make()
 
 
 def _of_first() -> Any:

@@ -19,6 +19,7 @@ from dsx.comm.address import parse_address
 from dsx.comm.links.extra import require_extra
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.meet import RunGoesOn, hello_of, meet, refuse_second_host, require_same_kind
+from dsx.comm.open_files import make_room
 from dsx.comm.rendezvous import Recorded, Rendezvous
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.door import GoingOn, Knock
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
+
+_STORE_CONNECTIONS = 4  # of a rank to its cluster's store: one per thread that may wait there
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ def join_own_launcher(
         )
     rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
     is_host = config.store == "cluster_0" and rank_info.cluster_id == 0 and rank_info.rank == 0
+    if is_host:
+        callers = config.num_clusters * (launcher.world_size + 1)
+        make_room(callers, f"the store of {config.num_clusters} x {launcher.world_size} ranks")
     shared = open_store(
         host,
         port,
@@ -140,10 +146,14 @@ def _always(holder: int) -> bool:
 
 
 def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:
+    is_host = launcher.rank == 0 and not launcher.store_is_hosted
+    if is_host:
+        made = _STORE_CONNECTIONS * launcher.world_size
+        make_room(made, f"the store of {launcher.world_size} ranks")
     return open_store(
         launcher.master_addr,
         launcher.master_port,
-        is_host=launcher.rank == 0 and not launcher.store_is_hosted,
+        is_host=is_host,
         deadline_seconds=config.join_deadline_seconds,
     )
 

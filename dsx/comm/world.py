@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dsx.comm.cluster_world import collective_limit, init_cluster_world
 from dsx.comm.forked_children import end_workers_with_parent
 from dsx.comm.gloo import GlooTransport
-from dsx.comm.gloo_groups import connect_gloo, open_device
+from dsx.comm.gloo_groups import GlooConnections, open_device
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.joining import (
     RendezvousConfig,
@@ -207,12 +207,15 @@ class World:
             return self._connect_links(self.link, fragments, stage, prefix, notes)
         device = open_device(config.interface)  # one for all groups
 
+        deadline = timedelta(seconds=config.join_deadline_seconds)
+        store = self.rendezvous.group_store(prefix)
+        num_groups = 1 + streams * len(fragments)
+        connections = GlooConnections(store, self.seat, deadline, device, num_groups)
+
         def connect(what: str, streams: int) -> list[Any]:
-            deadline = timedelta(seconds=config.join_deadline_seconds)
-            store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
                 with waiting_for(f"connections of the {what}", config.join_deadline_seconds):
-                    return connect_gloo(store, self.seat, deadline, device, streams)
+                    return connections.connect(what, streams)
             except PeerLost:
                 raise
             except RuntimeError as error:

@@ -11,6 +11,7 @@ before. So these numbers have a gloo group of their own, beside the engine's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,8 @@ from dsx.comm.world import current_world
 from dsx.core.transport import PeerLost
 from dsx.core.types import Fragment
 from dsx.core.waits import waiting_for
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def collective_device() -> torch.device:
@@ -224,11 +227,35 @@ def beside(group: Any) -> Any:
 
 
 def new_host_group(ranks: Sequence[int]) -> Any:
-    """Return a new group on the host. Collective over the whole world, members or not."""
+    """Return a new group on the host. Collective over the whole world, members or not.
+
+    What its members use of each other is connected here, as long as a store is there: a ring. All
+    with all would be N^2 addresses read from the store.
+    """
     world = current_world()
     limit = None if world is None else timedelta(seconds=world.in_cluster_seconds)
-    group: Any = dist.new_group(list(ranks), timeout=limit, backend=dist.Backend.GLOO)
+    with _connected_when_used():
+        group: Any = dist.new_group(list(ranks), timeout=limit, backend=dist.Backend.GLOO)
+    if dist.get_rank() in ranks:
+        with _among(group, "the ranks of a new group"):
+            dist.all_gather([torch.zeros(1) for _ in ranks], torch.zeros(1), group=group)
+            dist.all_reduce(torch.zeros(1), group=group)
     return group
+
+
+@contextmanager
+def _connected_when_used() -> Generator[None, None, None]:
+    """Have torch make gloo groups that connect two ranks when they have to do with each other.
+
+    It takes that from its own variable alone; a reader's setting stays.
+    """
+    if (given := os.environ.get(_LAZY)) is None:
+        os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_LAZY]
 
 
 def new_groups(ranks: Sequence[int]) -> tuple[Any, Any]:

@@ -35,6 +35,8 @@ class Signals:
         self._own: Callable[[int, FrameType | None], None] = self._handle
         self._reader, self._writer = os.pipe()
         self._wakeup_before: int | None = None
+        self._poll = select.poll()
+        self._poll.register(self._reader, select.POLLIN)
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         if names:
@@ -42,7 +44,7 @@ class Signals:
 
     def wait(self, seconds: float) -> None:
         """Return once a signal has come, `wake` was called, or so much time has passed."""
-        if not select.select([self._reader], [], [], seconds)[0]:
+        if not self._poll.poll(1000 * seconds):  # `select` takes no descriptor above 1,023
             return
         woken = os.read(self._reader, 4096)
         for number in woken:

@@ -18,6 +18,7 @@ from dsx.comm.world import current_world
 from dsx.config.schema import load_config
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.start_time import start_model
 from tests.distributed import run_distributed
 from tests.engines import megatrons
 from tests.engines.engines import ds_config, quiet
@@ -206,11 +207,19 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
     source = tmp_path / "run.flags"
     source.write_text(f"{FLAGS} --pipeline-model-parallel-size {stages}")
     command = [sys.executable, "-m", "dsx", "dry-run", source, "--json", tmp_path / "x.json"]
+    command += ["--gbps", "0.001", "--latency-ms", "30"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert ("objects: pipeline stages 0, 1\n" in result.stdout) == (stages == 2)
     assert ("own objects\n" in result.stdout) == (stages == 1)
-    assert json.loads((tmp_path / "x.json").read_text())["bytes_per_round_per_rank"] > 0
+    told = json.loads((tmp_path / "x.json").read_text())
+    assert told["bytes_per_round_per_rank"] > 0
+    fragments = max(told["fragments_per_stage"])
+    terms = start_model().terms(told["clusters"], told["ranks"], 0.06, fragments)
+    assert terms.total < told["start_seconds"] < terms.total + 0.1  # digests of so small a model
+    sent = told["start_seconds_unequal"] - told["start_seconds"]
+    assert sent == pytest.approx(4 * told["params"] * 8 / 1e6 * 1514 / 1448)
+    assert f"a start, from dsx.init_distributed on: {told['start_seconds']:.1f} s" in result.stdout
 
 
 @needs_megatron

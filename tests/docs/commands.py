@@ -99,6 +99,7 @@ NOT_HERE = {  # with the reason
     "dsx bench heal": _BY_HAND + "tests/bench/test_heal.py",
     "python scripts/dry_run_table.py": _BY_HAND + "tests/bench/test_dry_run_table.py",
     "dsx bench chaos": _BY_HAND + "tests/bench/test_chaos.py",
+    "dsx bench start": _BY_HAND + "tests/bench/test_start.py",
     "dsx bench telemetry": _BY_HAND + "tests/bench/test_telemetry.py",
     "dsx bench links": _BY_HAND + "tests/bench/test_links.py",
     "dsx bench wall-clock": _BY_HAND + "tests/bench/test_wall_clock.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -133,3 +134,23 @@ def test_an_estimate_writes_beside_the_checkpoints_and_leaves_nothing(
     times.estimate(1 << 40, tmp_path / "checkpoints")
     assert "estimated from 1099.5 GB and what" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_signals_are_heard_where_a_thousand_files_are_open() -> None:
+    """As on the first rank of many, which serves them: `select` takes none above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"this user may have {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        signals = Signals([])
+        signals.wake()
+        signals.wait(20.0)
+        signals.close()
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -18,6 +18,7 @@ from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.link import Link
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
 from dsx.plan.predict import predict
+from dsx.plan.start_time import start_model
 from dsx.training.divergence import refuse_stages
 
 _EQUAL = "pipelines but of equal stages, one chunk on each"
@@ -102,6 +103,32 @@ class DryRun:
             return None
         return max(stage.saved for stage in self.stages) / (self.asked.disk_mb_s * 1e6)
 
+    @property
+    def hash_seconds(self) -> float:
+        """What the digests of the largest rank's masters take, on cores as the model's."""
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        largest = max(sum(f.numel for f in rank.built.fragments) for rank in ranks)
+        return start_model().hash_seconds(4 * largest)
+
+    @property
+    def start_seconds(self) -> float | None:
+        """What a start from equal weights takes, by plan/start_time.py; None over links."""
+        if not self.goes_over_gloo:
+            return None
+        fragments = max(len(rank.used) for stage in self.stages for rank in stage.ranks)
+        terms = start_model().terms(
+            self.num_clusters, self.files.cluster.ranks, 2e-3 * self.asked.latency_ms, fragments
+        )
+        return terms.total + self.hash_seconds
+
+    @property
+    def start_seconds_unequal(self) -> float | None:
+        """The same where all weights differ, and go over the line once; None without a line."""
+        if self.start_seconds is None or self.asked.gbps is None:
+            return None
+        link = Link(self.asked.gbps * 1e9, self.asked.latency_ms / 1e3)
+        return self.start_seconds + 4 * self.parameters / link.payload_bytes_per_second
+
     def record(self) -> dict[str, Any]:
         """Return it as JSON values; None: cannot be said before the run."""
         ranks = [rank for stage in self.stages for rank in stage.ranks]
@@ -123,7 +150,8 @@ class DryRun:
             else None,
             "owner_spread": max(stage.spread for stage in self.stages),
             "save_bytes_per_rank": max(stage.saved for stage in self.stages),
-            "start_seconds": None,
+            "start_seconds": self.start_seconds,
+            "start_seconds_unequal": self.start_seconds_unequal,
             "save_seconds": self.save_seconds,
             "utilization": self.utilization,
         }

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from dsx.bench.dry_run.dry_run import DryRun
 from dsx.core.units import format_bytes
+from dsx.plan.start_time import start_model
 
 
 def show(run: DryRun, console: Console) -> None:
@@ -23,6 +24,18 @@ def show(run: DryRun, console: Console) -> None:
     _say(console, f"built with {cluster.engine}'s own objects{named}{like}")
     console.print(_table(run))
     _say(console, f"largest to mean bytes of a stage's ranks: {record['owner_spread']:.3f}")
+    if record["start_seconds"] is not None:
+        _say(
+            console,
+            f"a start, from dsx.init_distributed on: {record['start_seconds']:.1f} s from equal "
+            f"weights, {run.hash_seconds:.1f} s of them their digests, on cores as measured: "
+            f"{start_model().host}",
+        )
+    if record["start_seconds_unequal"] is not None:
+        _say(
+            console,
+            f"  from others at {run.asked.gbps:g} Gbit/s: {record['start_seconds_unequal']:.3g} s",
+        )
     _say(
         console,
         "a save: the largest rank's outer state "
@@ -79,7 +92,11 @@ def _table(run: DryRun) -> Table:
 
 
 def _unsaid(run: DryRun) -> list[str]:
-    found = ["how long a start takes: whether the clusters' weights differ is known then only"]
+    found: list[str] = []
+    if not run.goes_over_gloo:
+        found.append("how long a start takes: over links it has not been measured")
+    elif run.asked.gbps is None:
+        found.append("how long a start takes where the clusters' weights differ: add --gbps")
     if not run.sends_all_once:
         kind = run.config.axes["schedule"]["type"]
         found.append(f"bytes per round: with schedule.type={kind!r} the run decides what is sent")

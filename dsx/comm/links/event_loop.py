@@ -163,20 +163,6 @@ def _addresses(host: str, port: int, flags: int) -> list[tuple[int, tuple[object
     return [(int(family), tuple(address)) for family, *_, address in found]
 
 
-def raise_file_limit(needed: int, why: str) -> None:
-    """Let this process hold so many open files; ValueError says `why` they are needed."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ValueError(
-            f"{why} may take {needed} open files, and this process may have {hard}: raise that "
-            "(`ulimit -Hn`, or LimitNOFILE of a service), or allow fewer connections"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
 def close_number(number: int) -> None:
     """Close a descriptor that may be closed."""
     with contextlib.suppress(OSError):

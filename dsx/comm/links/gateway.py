@@ -26,7 +26,7 @@ from typing import Any
 
 from dsx.comm.links import greetings
 from dsx.comm.links.entrance import Caller, Entrance, Limits
-from dsx.comm.links.event_loop import READ, WRITE, EventLoop, raise_file_limit
+from dsx.comm.links.event_loop import READ, WRITE, EventLoop
 from dsx.comm.links.gateway_table import (
     MOST_LINE_BYTES,
     Place,
@@ -40,6 +40,7 @@ from dsx.comm.links.joined import Bucket, Joined, Pipes
 from dsx.comm.links.relay_site import Registration
 from dsx.comm.links.tcp import Dial, listen
 from dsx.comm.links.ways import Way
+from dsx.comm.open_files import raise_file_limit
 
 _LOOK_SECONDS = 0.5
 _WAY_SECONDS = 10.0

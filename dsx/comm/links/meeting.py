@@ -20,6 +20,7 @@ from dsx.comm.links.host_port import Where
 from dsx.comm.links.link import Link
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.store import LinkStore, Shelf
+from dsx.comm.open_files import make_room
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
@@ -54,6 +55,9 @@ def open_meeting(
     if own == holder:
         address = f"{_host_of_own(settings, master)}:{settings.port}"
     if own == holder and rank_info.rank == 0:
+        callers = rank_info.num_clusters * rank_info.world_size
+        streams = settings.streams + 1
+        make_room(streams * callers, f"{streams} connections of each of {callers} ranks")
         link.serve(Shelf().serve)
     else:
         link.expect(holder, 0, address)

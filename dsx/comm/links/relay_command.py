@@ -42,9 +42,10 @@ def relay(
     each of them. Ctrl-C ends it.
     """
     from dsx.comm.links.entrance import Limits
-    from dsx.comm.links.event_loop import EventLoop, raise_file_limit
+    from dsx.comm.links.event_loop import EventLoop
     from dsx.comm.links.relay import Relay
     from dsx.comm.links.tcp import listen
+    from dsx.comm.open_files import raise_file_limit
 
     limits = Limits(most_connections=most_connections)
     raise_file_limit(limits.most_files, f"--most-connections {most_connections}")
