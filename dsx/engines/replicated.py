@@ -64,7 +64,9 @@ class ReplicaShards:
     @property
     def buffer_bytes(self) -> int:
         """Return what a gather takes, its own part included."""
-        return 0 if self._count == 1 else 4 * self._chunk * (self._count + 1)
+        return (
+            0 if self._count == 1 else 4 * self._chunk * (self._count + 1) if any(self._runs) else 0
+        )
 
     def all_gather(self, fragments: Iterable[int]) -> None:
         """Write every rank's part of these fragments to this rank's masters, too. Collective."""
