@@ -127,7 +127,7 @@ class CodedMean:
             [message(size) for size in sizes.incoming] for _ in range(num_clusters - 1)
         ]
         self._means = [message(size) for size in sizes.means]
-        # the training thread encodes while this channel's thread may be decoding
+        # a launch may be encoded while this channel's thread decodes another
         self._encoder = (
             wire.codec(numel, cpu, kernels, opening.encoding) if opening.at_launch else None
         )
@@ -140,7 +140,7 @@ class CodedMean:
     ) -> None:
         """Encode launch `number` now; `x`, in place, becomes what is decoded of it everywhere.
 
-        On another thread than that of the exchanges. `residual` is as for `exchange`.
+        On any thread, one at a time. `residual` is as for `exchange`.
         """
         assert self._encoder is not None, "opened for codes that are made by the exchange"
         outgoing = self._outgoing_of(number)

@@ -71,7 +71,7 @@ class Residual:
             self.stored = opening.state.zeros(numel)
         else:
             self.stored = opening.state.zeros(self._wire.num_bytes(numel), dtype="uint8")
-            # of the thread that encodes
+            # of who encodes
             own = opening.encoding if opening.at_launch else opening.buffers
             self._codec = self._wire.codec(numel, torch.device("cpu"), buffers=own)
 

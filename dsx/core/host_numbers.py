@@ -24,7 +24,7 @@ class HostNumbers:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(values.device))
 
     @property
     def are_there(self) -> bool:

@@ -143,6 +143,11 @@ class Method:
         """Whether the training thread makes them: they are asked for before the mean is there."""
         return self.encodes_at_launch and self.max_in_flight > 1
 
+    @property
+    def codes_wait(self) -> bool:
+        """Whether the transfer's thread makes them, and what is decoded of them."""
+        return self.encodes_at_launch and not self.waits_for_codes
+
     def validate(
         self,
         num_clusters: int | None = None,

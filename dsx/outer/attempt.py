@@ -192,6 +192,7 @@ class Attempts:
         """Make an attempt under the membership in force when its first round is due."""
         fragment = attempt.what.fragment
         self.require_coded(attempt)
+        attempt.is_finite()  # what was copied out of its buffers before has been: they are written
         channel = self._state.channels[fragment]
         if (followed := self.follow(attempt, channel)) is not None:
             return followed

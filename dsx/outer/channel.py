@@ -59,7 +59,7 @@ class FragmentChannel:
         self._commit = Commit(seat)
         changed = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
         self._at_launch = opening.at_launch
-        if opening.at_launch:  # those are of the training thread, which encodes
+        if opening.at_launch:  # those are of who encodes, and when
             for name, error in self.codec.errors.items():
                 if not error.is_of_mean:
                     del changed[f"codec.{name}"]

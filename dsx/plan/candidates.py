@@ -334,8 +334,9 @@ def _place(is_on_host: bool) -> StatePlace:
 
 def _seen_by_link(method: Method) -> tuple[object, ...]:
     """Return all of a method that what its transfers hold depends on."""
-    flags = method.uses_seconds, method.schedule.uses_norms, method.encodes_at_launch
-    return method.fragments, method.compression, method.control, method.staleness, flags
+    flags = method.uses_seconds, method.schedule.uses_norms
+    codes = method.encodes_at_launch, method.waits_for_codes
+    return method.fragments, method.compression, method.control, method.staleness, flags, codes
 
 
 def _in_bounds(method: Method) -> Method:

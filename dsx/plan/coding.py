@@ -99,16 +99,24 @@ def share_seconds(
 
 
 def slowdown_of(
-    compression: Compressor, num_clusters: int, seconds_per_element: float, costs: Costs
+    compression: Compressor,
+    num_clusters: int,
+    seconds_per_element: float,
+    costs: Costs,
+    makes_share: bool = False,
 ) -> float | None:
     """Return how many times as long a run's coding took as `costs` say.
 
+    `makes_share`: what is decoded of a cluster's own codes, and its copies, are in it.
     None for codecs whose seconds depend on more than elements: factors, and picked ones.
     """
     if type(compression) not in (Dense, Quantized):
         return None
     fragment = Fragment(0, 0, (Slot("run", (1, _NUMEL), 0),))
-    planned = sum(coding_seconds(fragment, compression, 0, num_clusters, costs))
+    before, after = coding_seconds(fragment, compression, 0, num_clusters, costs)
+    if makes_share:
+        before = max(before, share_seconds(fragment, compression, num_clusters, costs))
+    planned = before + after
     return seconds_per_element * _NUMEL / planned
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dsx.compress.quantized import Quantized
 from dsx.config.files import read_any_json
+from dsx.config.schema import preset
 from dsx.plan.budget import Budget
 from dsx.plan.candidates import MOST_CLUSTERS, Question
 from dsx.plan.coding import slowdown_of, slowed
@@ -317,7 +318,8 @@ def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[
         f"coding: the run's took {1e9 * seconds:.3g} ns per element of a rank, copies and sums "
         "with it"
     )
-    slowdown = slowdown_of(compression, run.num_clusters, seconds, costs)
+    share = preset(run.preset, run.num_clusters).codes_wait
+    slowdown = slowdown_of(compression, run.num_clusters, seconds, costs, share)
     if codec is not None:
         facts.append(f"{fact}; not planned with, as --codec is given")
     elif slowdown is None or slowdown == 0:

@@ -25,7 +25,7 @@ def begin_comparison(loop: OuterLoop) -> list[tuple[ParityResult, Pending]]:
     """Start exchanging headers once more, for every fragment."""
     started: list[tuple[ParityResult, Pending]] = []
     for fragment, channel in zip(loop.adapter.fragments, loop.state.channels, strict=True):
-        parity = ParityResult(anchor=loop.recovery.hash_anchor(fragment.id))
+        parity = ParityResult(anchor=int(loop.recovery.hash_anchor(fragment.id)))
         pending: Pending = Arrived(torch.empty(0))
         if loop.state.is_sent(fragment.id):
             what = Submission(fragment.id, loop.history.step, COMPARISON)

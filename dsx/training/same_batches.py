@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from dsx.core.host_numbers import HostNumbers
 from dsx.outer.loop import Event, OuterLoop
 
 logger = logging.getLogger(__name__)
+_SAME = 1e-4  # of norms of one vector, added up on the host and on a device
 
 
 class SameBatches:
@@ -25,7 +27,8 @@ class SameBatches:
             self._unseen.append(HostNumbers(event))
         while self._unseen and self._unseen[0].are_there:
             first = self._unseen.pop(0).read()
-            if first["pseudo_gradient_norm"] == first["mean_norm"] != 0:
+            own, mean = first["pseudo_gradient_norm"], first["mean_norm"]
+            if mean and math.isclose(own, mean, rel_tol=_SAME):
                 logger.warning(
                     "the mean pseudo-gradient of %s equals this cluster's own: do all "
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",

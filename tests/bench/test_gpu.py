@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsx.bench.gpu import checks
+from dsx.bench.gpu import checks, sync_watch
 from dsx.bench.gpu.job import SHORT, Job, Seen
 from dsx.bench.gpu.table import Row, as_markdown
 from dsx.cli import app
@@ -115,3 +116,26 @@ def test_clusters_train_save_and_go_on_on_the_cpu(tmp_path: Path) -> None:
     assert (out / "gpu_check.md").read_text() in told
     (row,) = checks._resume(checks.Machine(0), tmp_path / "resume", "cpu")
     assert row.outcome == "ok", row
+
+
+def test_waits_are_those_of_the_training_thread_in_dsx_and_outside_the_bench() -> None:
+    """Of an event or stream that is waited for, the place is the innermost line of dsx."""
+    seen: list[str | None] = []
+
+    class Waited:
+        def synchronize(self) -> None:
+            """What a device's event has."""
+
+    with sync_watch.noted(Waited, lambda: seen.append(sync_watch.place_of_call())):
+        Waited().synchronize()  # no line of dsx has led here
+        numbers = HostNumbers({"norm": 1.0})
+        numbers._copied = Waited()
+        numbers._values = torch.zeros(0)
+        numbers.read()
+        other = threading.Thread(target=numbers.read)
+        other.start()
+        other.join()
+    assert len(seen) == 3 and seen[0] is seen[2] is None
+    assert seen[1] is not None and seen[1].startswith("core/host_numbers.py:")
+    Waited().synchronize()
+    assert len(seen) == 3

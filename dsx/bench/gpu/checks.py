@@ -195,7 +195,7 @@ def launches(numel: int = 2**26) -> list[Row]:
     rows: list[Row] = []
     for codec in ({"type": "dense"}, {"type": "quantized", "wire": "int4"}):
         (figure,) = measure_launches([numel], "cuda", [codec], 5)
-        seen = f"{figure.launch_ms:.2f} ms, its copies on the device {figure.copy_ms:.2f} ms"
+        seen = f"{figure.launch_ms:.2f} ms, of them {figure.copy_ms:.2f} to start its kernels"
         rows.append(Row("launch", f"{numel:,} elements, {figure.compression}", "", seen, "seen"))
     return rows
 

@@ -1,4 +1,4 @@
-"""A rank of a check: it trains, and writes what it has seen. Started by trained.py.
+"""A rank of a check: it trains, and writes what it has seen. Started by runs.py.
 
 python -m dsx.bench.gpu.worker JOB.json
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -22,11 +19,11 @@ import torch.distributed as dist
 
 import dsx
 from dsx.bench.gpu.job import Job, Seen
+from dsx.bench.gpu.sync_watch import watched
 
 if TYPE_CHECKING:
     from dsx.bench.gpu.engines import Trainer
 
-_OURS = str(Path(dsx.__file__).parent)
 _WARMED = 8  # steps that are not timed
 
 
@@ -61,7 +58,7 @@ def main(path: str) -> None:
         if step == first_timed:
             started = time.perf_counter()
         is_watched = is_cuda and step > 0  # in a first step DeepSpeed's clusters begin together
-        losses.append(_watched(trainer.step, tokens, syncs) if is_watched else trainer.step(tokens))
+        losses.append(watched(trainer.step, tokens, syncs) if is_watched else trainer.step(tokens))
     if is_cuda:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / (job.steps - first_timed)
@@ -100,25 +97,6 @@ def _load(job: Job, trainer: Trainer) -> None:
     for one, state in zip(trainer.stateful, saved, strict=True):
         one.load_state_dict(state)
     trainer.handle.load(folder)
-
-
-def _watched(
-    step: Callable[[torch.Tensor], torch.Tensor],
-    tokens: torch.Tensor,
-    syncs: collections.Counter[str],
-) -> torch.Tensor:
-    """Take a step; count where dsx makes the host wait for the device."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            return step(tokens)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            for warning in caught:
-                place = str(warning.filename)
-                if "synchronizing" in str(warning.message) and place.startswith(_OURS):
-                    syncs[f"{os.path.relpath(place, _OURS)}:{warning.lineno}"] += 1
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class DelayPolicy(Protocol):
     - `steps`: tau, the inner steps between launch and apply; 0 for next-sync policies; "auto": as
       many as a transfer takes (`overlap`);
     - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing.
-      A "contribution" is this cluster's, as all decode it from the wire: codes are made at the
-      launch then, by the training thread, which waits for them;
+      A "contribution" is this cluster's, as all decode it from the wire: codes are made once
+      for all attempts then, and by the training thread where rounds are under way at a launch;
     - `keeps_current`: whether it needs that also where nothing changes the parameters from launch
       to apply;
     - `export`: what a finished run hands out: the drained anchor, or the mean of the clusters'

@@ -52,14 +52,14 @@ class LiveRun:
                 "members": [name + place for name, place in zip(NAMES, places, strict=False)],
                 "port": ports[cluster], "suspect_seconds": 3.0,
             }  # fmt: skip
-            dsx = {
+            block = {
                 "preset": "streaming_diloco", "schedule": {"interval": 8},
                 "clusters": {"num_clusters": 2, "cluster_id": cluster, "deadline_seconds": 60},
                 "link": {**own, **(link or {})}, "metrics": {"dir": str(self.directory)},
             }  # fmt: skip
             if net_test is not None:
-                dsx["metrics"]["net_test"] = str(net_test)
-            settings = {"dsx": dsx, "width": width, "told": told}
+                block["metrics"]["net_test"] = str(net_test)
+            settings = {"dsx": block, "width": width, "told": told}
             (folder / f"{name}.json").write_text(json.dumps(settings))
         self.processes: dict[int, list[subprocess.Popen[bytes]]] = {}
 
