@@ -31,8 +31,13 @@ class Gathers:
         deadline: float,
         farewells: Farewells | None,
         first_tag: int = _FIRST_TAG,
+        setting: str = "clusters.deadline_seconds",
     ) -> None:
-        """Two of them share a group only if their tags, from `first_tag` on, are far apart."""
+        """Two of them share a group only if their tags, from `first_tag` on, are far apart.
+
+        `setting` is where the deadline comes from.
+        """
+        self._setting = setting
         self._group = group
         self._seat = seat
         self._deadline_seconds = deadline
@@ -73,4 +78,5 @@ class Gathers:
     def _messages(self, what: str) -> PointToPoint:
         tag = self._first_tag + self._count
         deadline = self._deadline_seconds
-        return PointToPoint([self._group], self._seat, what, deadline, tag, self._farewells)
+        farewells, setting = self._farewells, self._setting
+        return PointToPoint([self._group], self._seat, what, deadline, tag, farewells, setting)

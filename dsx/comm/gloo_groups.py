@@ -28,11 +28,7 @@ class Device:
 
     def __init__(self, interface: str | None) -> None:
         before = listening_since(())
-        make: Any = dist.ProcessGroupGloo
-        is_default = interface is None
-        self.handle: Any = (
-            make.create_default_device() if is_default else make.create_device(interface=interface)
-        )
+        self.handle = _open(interface)
         opened = listening_since(before)
         self.own_port, self.address = opened.popitem() if len(opened) == 1 else (0, "")
         self.ports = {self.own_port} - {0}
@@ -54,6 +50,17 @@ class Device:
         if keys := [f"listens/{peer}" for peer in seat.others]:
             store.wait(keys, deadline)
             self.ports |= {*map(int, store.multi_get(keys))} - {0}
+
+
+def _open(interface: str | None) -> Any:
+    """Return gloo's device, which connects at once whatever TORCH_GLOO_LAZY_INIT says."""
+    make: Any = dist.ProcessGroupGloo
+    named = {} if interface is None else {"interface": interface}
+    make = make.create_default_device if interface is None else make.create_device
+    try:
+        return make(**named, lazy_init=False)
+    except TypeError:  # an older torch, which never waits
+        return make(**named)
 
 
 def open_device(interface: str | None) -> Device:
@@ -110,6 +117,7 @@ class GlooConnections:
         """`num_groups` are all that will be made; ValueError if this process may not have them."""
         self._store, self._seat, self._deadline, self._device = store, seat, deadline, device
         self._gathers: Gathers | None = None
+        self._found: list[PeerStore] = []  # gloo keeps no reference to the Python half of one
         peers = len(seat.others)
         make_room(num_groups * peers, f"{num_groups} connections to each of {peers} clusters")
 
@@ -119,7 +127,10 @@ class GlooConnections:
         if self._gathers is None:
             groups = connect_gloo(self._store, seat, deadline, device, streams)
             seconds = deadline.total_seconds()
-            self._gathers = Gathers(groups[0], seat, seconds, None, _FIRST_TAG)
+            self._gathers = Gathers(
+                groups[0], seat, seconds, None, _FIRST_TAG, "clusters.join_deadline_seconds"
+            )
             return groups
         exchange = partial(self._gathers.exchange, f"connections of the {what}")
-        return _groups(PeerStore(exchange), seat, deadline, device, streams)
+        self._found.append(PeerStore(exchange))
+        return _groups(self._found[-1], seat, deadline, device, streams)

@@ -31,7 +31,9 @@ class PointToPoint:
         deadline_seconds: float,
         tag: int = 0,
         farewells: Farewells | None = None,
+        setting: str = "clusters.deadline_seconds",
     ) -> None:
+        self._setting = setting
         self._groups = groups
         self._seat = seat
         self._tag = tag
@@ -91,7 +93,7 @@ class PointToPoint:
     def _lost(self, peer: int, error: RuntimeError) -> PeerLost:
         what = "closed its connection"
         if time.monotonic() >= self._until:
-            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
+            what = f"did not answer within {self._deadline_seconds:g} s ({self._setting})"
         gone = self._seat.ids[peer]
         lost, told_by = (
             (gone, gone) if self._farewells is None else self._farewells.first_lost(peer)

@@ -64,7 +64,12 @@ def connected(num_clusters: int, num_fragments: int) -> tuple[list[list[Any]], i
     return groups, sum(store.asked.values())
 
 
-def test_later_groups_ask_no_store_and_reach_the_same_peers() -> None:
+@pytest.mark.parametrize("lazy", ["", "1"])
+def test_later_groups_ask_no_store_and_reach_the_same_peers(
+    lazy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connected when they are made, also where gloo is told to wait until they are used."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
     _, few = connected(3, 1)
     groups, many = connected(3, 5)
     assert many == few  # however many fragments there are

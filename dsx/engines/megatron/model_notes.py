@@ -66,7 +66,10 @@ def _settings(config: Any) -> Mapping[str, Any]:
 
 
 def _cuts(parameters: Sequence[Parameter], config: Any) -> Mapping[str, tuple[int, int]]:
-    """Return how this rank's slices are cut: the dimension, and the runs of the whole in each."""
+    """Return how this rank's slices are cut: the dimension, and the runs of the whole in each.
+
+    Not of what nothing marks as cut, as experts may be: an export refuses it.
+    """
     is_gated = getattr(config, "gated_linear_unit", False)
     found: dict[str, tuple[int, int]] = {}
     for parameter in parameters:
@@ -74,5 +77,7 @@ def _cuts(parameters: Sequence[Parameter], config: Any) -> Mapping[str, tuple[in
             # not every release says so of a gated unit's matrix, whose ranks hold both halves
             is_two = is_gated and ".linear_fc1." in parameter.plain
             runs = 2 if is_two else getattr(parameter.tensor, "partition_stride", 1)
-            found[parameter.plain] = (parameter.tensor.partition_dim, runs)
+            dimension = getattr(parameter.tensor, "partition_dim", -1)
+            if dimension >= 0:
+                found[parameter.plain] = (dimension, runs)
     return found

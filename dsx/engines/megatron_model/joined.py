@@ -19,6 +19,7 @@ from torch import Tensor
 from dsx.checkpoint.averaged_model import SavedModel
 from dsx.engines.megatron_model.notes import NOTES, ModelNotes
 
+_EXPERTS = re.compile(r"\.experts\.|\.experts_\d+")
 _SLICE = re.compile(r"^(?P<name>.+)\.slice_(?P<rank>\d+)$")
 
 
@@ -35,8 +36,8 @@ class JoinedParameter:
 class JoinedModel:
     """A saved model whose slices are joined; tensors are put together when asked for.
 
-    `parameters` are the weights by Megatron's names, in the model's order. ValueError where a slice
-    lacks, or the notes say nothing of it.
+    `parameters` are the weights by Megatron's names, in the model's order. ValueError for experts,
+    where a slice lacks, or where the notes say nothing of it.
     """
 
     def __init__(self, saved: SavedModel, notes: ModelNotes) -> None:
@@ -44,6 +45,7 @@ class JoinedModel:
         self.notes = notes
         self.aliases: Mapping[str, str] = {}
         self.copies: Mapping[str, str] = {}
+        _refuse_experts(saved)
         slices: dict[str, dict[int, str]] = {}
         for stored in saved.parameters:
             match = _SLICE.match(stored)
@@ -82,6 +84,15 @@ class JoinedModel:
         whole = list(shape)
         whole[dimension] *= len(stored)
         return JoinedParameter(tuple(whole), stored, dimension, runs)
+
+
+def _refuse_experts(saved: SavedModel) -> None:
+    """Raise ValueError for experts: what a slice of theirs is of, no mark of Megatron's says."""
+    if experts := [name for name in saved.parameters if _EXPERTS.search(name)]:
+        raise ValueError(
+            f"{saved.directory} holds experts, such as {experts[0]}, which are not put together: "
+            "use Megatron's own checkpoint, which the end of a run saves with the average in it"
+        )
 
 
 def _place(name: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Plain JSON with a format number, so that the model can be put together and named without Megatron:
 how every weight is cut among tensor-parallel ranks, the settings of its TransformerConfig, and what
-a GPTModel was given beside them. A later format only adds keys.
+a GPTModel was given beside them. A file of another format is refused by its number.
 """
 
 from __future__ import annotations
