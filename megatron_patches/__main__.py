@@ -7,6 +7,10 @@
 The script is run as it is, in its own folder's import path, after megatron_patches has been
 applied. `{cluster_id}` in any argument becomes this cluster's number, e.g. in
 `--save checkpoints/{cluster_id}`. Without any flag of dsx it is run as ever: plain Megatron.
+
+    python -m megatron_patches --check TREE
+
+says in a second whether a Megatron-LM tree has all that is wrapped, and what is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_patches.own_flags import USAGE, asks_for_help, listed
@@ -26,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given or given[0] in ("-h", "--help"):
         print(f"{listed()}\n{__doc__}")
         sys.exit(0 if given else 2)
+    if given[0] == "--check":
+        sys.exit(_check(given[1:]))
     script, *rest = given
     if not os.path.isfile(script):
         _refuse(f"no script at {script}; give one that is there\nusage: {USAGE}")
@@ -42,6 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"megatron_patches: {error}")
     _fill_in_cluster()
     runpy.run_path(script, run_name="__main__")
+
+
+def _check(arguments: Sequence[str]) -> int:
+    """Print what of a tree is served; return 1 where something is missing."""
+    from megatron_patches.tree import check_tree, report
+
+    if len(arguments) != 1:
+        _refuse("--check takes one folder, of a Megatron-LM tree: --check TREE")
+    try:
+        found = check_tree(Path(arguments[0]))
+    except (ValueError, OSError, SyntaxError) as error:
+        _refuse(str(error))
+    print(report(found))
+    return int(any(one.wrong for one in found))
 
 
 def _refuse(message: str) -> NoReturn:
