@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 SPANS, NOTICES = "/v1/traces", "/notices"
+_SOON_SECONDS = 0.1
 _EVERY_SECONDS = 1.0  # between two looks at a page; Prometheus' own are 15 s apart, or so
 _ANSWER_SECONDS = 5.0
 
@@ -64,9 +65,14 @@ class Stub:
         for thread in self._threads:
             thread.join(2 * _ANSWER_SECONDS)
 
+    @property
+    def _seconds_to_next(self) -> float:
+        are_there = all(self.pages_read[port] for port in self._pages)
+        return _EVERY_SECONDS if are_there else _SOON_SECONDS  # a short run is over in a second
+
     def _read_pages(self) -> None:
-        """Look at each page every second, as a Prometheus does, from before it is there."""
-        while not self._is_over.wait(_EVERY_SECONDS):
+        """Look at each page every second, as a Prometheus does; oftener before all are there."""
+        while not self._is_over.wait(self._seconds_to_next):
             for port in self._pages:
                 try:
                     address = f"http://127.0.0.1:{port}/metrics"
