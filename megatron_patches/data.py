@@ -21,9 +21,9 @@ from megatron_patches import probe
 from megatron_patches.place import Place
 from megatron_patches.run import Run
 from megatron_patches.synchronous import require_place
+from megatron_patches.tree import SAMPLER_MODULES, TAKEN_BY_SAMPLERS
 
 _SAMPLERS = ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
-_PARAMETERS = ("consumed_samples", "data_parallel_rank", "data_parallel_size")
 
 
 class Division:
@@ -46,9 +46,7 @@ class Division:
 def patch(run: Run) -> None:
     """Divide training samples between the clusters, where they are shared."""
     run.division = division = Division(run.world.num_clusters, run.world.cluster_id)
-    samplers = probe.module(
-        "megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers"
-    )
+    samplers = probe.module(*SAMPLER_MODULES)
     for name in _SAMPLERS:
         kind = getattr(samplers, name, None)
         if kind is None:
@@ -132,7 +130,7 @@ def _find_place(division: Division, arguments: Any, begins_plain: bool) -> None:
 
 def _divide(kind: Any, division: Division) -> None:
     """Let a sampler's ranks be those of one cluster among all."""
-    original = probe.function(kind, "__init__", _PARAMETERS)
+    original = probe.function(kind, "__init__", TAKEN_BY_SAMPLERS)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

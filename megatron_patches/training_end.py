@@ -21,14 +21,13 @@ from typing import Any
 from megatron_patches import probe
 from megatron_patches.joining import join_if_due
 from megatron_patches.run import Run
-
-_ITERATORS = "train_data_iterator", "valid_data_iterator"
+from megatron_patches.tree import ITERATORS
 
 
 def patch(run: Run) -> None:
     """Agree on stops, and finish after `train`."""
     training = probe.training()
-    train = probe.function(training, "train", _ITERATORS)
+    train = probe.function(training, "train", ITERATORS)
     of_train = inspect.signature(train)
     decide = probe.function(training, "checkpoint_and_decide_exit", ["iteration"])
     signals = probe.function(training, "get_signal_handler")
@@ -41,7 +40,7 @@ def patch(run: Run) -> None:
     @functools.wraps(train)
     def train_and_finish(*args: Any, **kwargs: Any) -> Any:
         given = of_train.bind(*args, **kwargs).arguments
-        join_if_due(run, *(given.get(name) for name in _ITERATORS))
+        join_if_due(run, *(given.get(name) for name in ITERATORS))
         watch.begin()
         try:
             result = train(*args, **kwargs)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from megatron_patches.probe import CHECKED
 
 _LOOP = ("megatron.training.training",)
-_SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
-_SAMPLER = ("consumed_samples", "data_parallel_rank", "data_parallel_size")
-_ITERATORS = ("train_data_iterator", "valid_data_iterator")
-_PRINTED = ("prefix", "data_iterator", "write_to_tensorboard")
+SAMPLER_MODULES = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
+TAKEN_BY_SAMPLERS = ("consumed_samples", "data_parallel_rank", "data_parallel_size")
+ITERATORS = ("train_data_iterator", "valid_data_iterator")
+TAKEN_TO_PRINT = ("prefix", "data_iterator", "write_to_tensorboard")
 
 
 class Wrapped(NamedTuple):
@@ -43,9 +43,9 @@ WRAPPED = (
             "outer training is attached"),
     Wrapped(_LOOP, "save_checkpoint", ("iteration", "model", "optimizer"), "checkpoint.py",
             "the outer state is saved"),
-    Wrapped(_SAMPLERS, "MegatronPretrainingSampler", _SAMPLER, "data.py",
+    Wrapped(SAMPLER_MODULES, "MegatronPretrainingSampler", TAKEN_BY_SAMPLERS, "data.py",
             "clusters read different samples"),
-    Wrapped(_SAMPLERS, "MegatronPretrainingRandomSampler", _SAMPLER, "data.py",
+    Wrapped(SAMPLER_MODULES, "MegatronPretrainingRandomSampler", TAKEN_BY_SAMPLERS, "data.py",
             "clusters read different samples"),
     Wrapped(_LOOP, "get_train_valid_test_num_samples", (), "data.py",
             "there are samples for all clusters"),
@@ -55,12 +55,12 @@ WRAPPED = (
             "all validate on the same samples"),
     Wrapped(("megatron.training.checkpointing",), "check_checkpoint_args", ("checkpoint_args",),
             "synchronous.py", "a run begins from plain Megatron's checkpoint"),
-    Wrapped(_LOOP, "train", _ITERATORS, "training_end.py", "the last transfers are applied"),
+    Wrapped(_LOOP, "train", ITERATORS, "training_end.py", "the last transfers are applied"),
     Wrapped(_LOOP, "checkpoint_and_decide_exit", ("iteration",), "training_end.py",
             "all clusters stop at one step"),
     Wrapped(_LOOP, "get_signal_handler", (), "training_end.py", "signals stop all clusters"),
     Wrapped(_LOOP, "_TRAIN_START_TIME", (), "training_end.py", "time limits stop all clusters"),
-    Wrapped(_LOOP, "evaluate_and_print_results", _PRINTED, "validation.py",
+    Wrapped(_LOOP, "evaluate_and_print_results", TAKEN_TO_PRINT, "validation.py",
             "the average is validated"),
     Wrapped(_LOOP, "train_step", (), "losses.py", "the bounds of divergence see the loss"),
     Wrapped(_LOOP, "num_floating_point_operations", ("args",), "joining.py",

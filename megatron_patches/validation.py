@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_patches import probe
 from megatron_patches.run import Run
+from megatron_patches.tree import TAKEN_TO_PRINT
 
 AVERAGE = "(average of the clusters)"
-_PARAMETERS = ("prefix", "data_iterator", "write_to_tensorboard")
 
 
 class Kept:
@@ -45,7 +45,7 @@ class Kept:
 def patch(run: Run) -> None:
     """Validate what `clusters.validation` says."""
     training = probe.training()
-    original = probe.function(training, "evaluate_and_print_results", _PARAMETERS)
+    original = probe.function(training, "evaluate_and_print_results", TAKEN_TO_PRINT)
     signature = inspect.signature(original)
 
     @functools.wraps(original)

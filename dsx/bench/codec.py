@@ -208,7 +208,7 @@ def _measure(
     gaussian = nmse(wire, x)
     codec = wire.codec(options.numel, device, kernels)
     calls = _operations(wire, codec, x, kernels)
-    seconds = _best_seconds(calls, options.repeats, device)
+    seconds = best_seconds(calls, options.repeats, device)
     speeds = {name: 4e-9 * options.numel / value for name, value in seconds.items()}
     return CodecFigures(
         format=wire.name,
@@ -276,10 +276,13 @@ def _reduction(wire: Wire, x: Tensor, kernels: Kernels) -> Callable[[], None]:
     return reduce
 
 
-def _best_seconds(
+def best_seconds(
     calls: dict[str, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the least time of each call, over passes that time all of them in turn."""
+    """Return the least time of each call, over passes that time all of them in turn.
+
+    Every call was made once before, so that what it allocates is there.
+    """
     timed = _cuda_seconds if device.type == "cuda" else _wall_seconds
     passes = [{name: timed(call) for name, call in calls.items()} for _ in range(repeats)]
     return {name: min(one[name] for one in passes) for name in calls}

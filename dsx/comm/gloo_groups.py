@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.comm.gather import Gathers
+from dsx.comm.gloo_device import gloo_device
 from dsx.comm.open_files import make_room
 from dsx.comm.peer_store import PeerStore
 from dsx.comm.reach import require_reach
@@ -28,7 +29,7 @@ class Device:
 
     def __init__(self, interface: str | None) -> None:
         before = listening_since(())
-        self.handle = _open(interface)
+        self.handle = gloo_device(interface, is_lazy=False)  # whatever TORCH_GLOO_LAZY_INIT says
         opened = listening_since(before)
         self.own_port, self.address = opened.popitem() if len(opened) == 1 else (0, "")
         self.ports = {self.own_port} - {0}
@@ -50,17 +51,6 @@ class Device:
         if keys := [f"listens/{peer}" for peer in seat.others]:
             store.wait(keys, deadline)
             self.ports |= {*map(int, store.multi_get(keys))} - {0}
-
-
-def _open(interface: str | None) -> Any:
-    """Return gloo's device, which connects at once whatever TORCH_GLOO_LAZY_INIT says."""
-    make: Any = dist.ProcessGroupGloo
-    named = {} if interface is None else {"interface": interface}
-    make = make.create_default_device if interface is None else make.create_device
-    try:
-        return make(**named, lazy_init=False)
-    except TypeError:  # an older torch, which never waits
-        return make(**named)
 
 
 def open_device(interface: str | None) -> Device:

@@ -12,13 +12,13 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.comm.gloo_device import gloo_device
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
@@ -124,19 +124,9 @@ def _device() -> Any:
 
     It connects two ranks when one has something for the other: of N ranks each has to do with a few
     (a ring and a tree), and N - 1 connections of each would be N^2 addresses read from one store.
-    Older torch knows no such device, and connects all with all.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    make: Any = dist.ProcessGroupGloo
-    make = (
-        partial(make.create_device, interface=interface)
-        if interface
-        else make.create_default_device
-    )
-    try:
-        return make(lazy_init=True)
-    except TypeError:
-        return make()
+    return gloo_device(interface or None, is_lazy=True)
 
 
 def _of_first() -> Any:

@@ -19,7 +19,7 @@ from dsx.cli import app
 from dsx.config.schema import PRESETS, preset
 from dsx.core.host_numbers import HostNumbers
 
-JOB = Job("torch", "diloco", 0, "", "")
+JOB = Job("torch", "diloco")
 GOOD = Seen([6.0, 5.0, 2.0, 2.0, 2.0, 2.0], "a", "nccl", {}, 100, 100, 0.1, 0.0, 0.0, 8)
 
 
@@ -68,8 +68,8 @@ def test_memory_off_the_plan_fails_and_a_run_without_rounds() -> None:
 def test_launches_that_have_to_wait_are_told_and_right() -> None:
     waits = {"syncs": {"outer/attempt.py:1": 2}}
     for job in (
-        Job("torch", "cocktail_sgd", 0, "", ""),
-        Job("torch", "diloco", 0, "", "", "", "host"),
+        Job("torch", "cocktail_sgd"),
+        Job("torch", "diloco", state="host"),
     ):
         told, outcome = judged(waits, {}, job=job)
         assert outcome == "ok" and "waits for the device" in told

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dsx.bench.start.bench import Options, StartFailed, free_low_ports, starts, summed
+from dsx.bench.free_ports import free_low_ports
+from dsx.bench.start.bench import Options, StartFailed, starts, summed
 from dsx.bench.start.job import Found, Job, Lap
 from dsx.cli import app
 from dsx.plan.start_time import Measured, StartModel, fit, read_model, require_sizes, start_model

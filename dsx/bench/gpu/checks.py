@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsx.bench.codec import BenchOptions, CodecFigures, measure_codecs
+from dsx.bench.codec import BenchOptions, CodecFigures, best_seconds, measure_codecs
 from dsx.bench.e2e.run import RunFailed
 from dsx.bench.gpu.job import NUM_CLUSTERS, SHORT, Job
 from dsx.bench.gpu.own_cost import OwnCost
@@ -24,6 +24,7 @@ from dsx.core.units import format_bytes
 
 _MOST_OVERHEAD, _LEAST_BANDWIDTH, _MOST_MEMORY_OFF = 0.01, 0.60, 0.05
 _INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+_REPEATS = 5
 _FALL = 0.7  # of the loss, by the last steps
 _NEEDED = {"deepspeed": "deepspeed", "megatron": "megatron.core", "torch_apex": "amp_C"}
 _ON_ALL = ("recommended", "dilocox")  # of engines; the rest on plain torch
@@ -50,12 +51,9 @@ def trained(machine: Machine, folder: Path, at_once: int, engines: Sequence[str]
             yield Row("trains", engine, "installed", f"no module {missing}", "not run")
             continue
         names = SHORT if engine == "torch" else _ON_ALL
-        jobs += [Job(engine, name, 0, "", "", device) for name in names]
+        jobs += [Job(engine, name, device) for name in names]
         if engine == "torch":
-            jobs += [
-                Job("torch", "streaming_diloco", 0, "", "", device, state)
-                for state in ("host", "disk")
-            ]
+            jobs += [Job("torch", "streaming_diloco", device, state) for state in ("host", "disk")]
     calls = [partial(_train, job, machine, folder) for job in jobs]
     if "torch" in engines:
         calls.insert(0, partial(_resume, machine, folder, device))
@@ -79,7 +77,7 @@ def _train(job: Job, machine: Machine, folder: Path) -> list[Row]:
 
 def _resume(machine: Machine, folder: Path, device: str) -> list[Row]:
     """Save in the middle, end, start again, and compare with a run that was left alone."""
-    job = Job("torch", "recommended", 0, "", "", device)
+    job = Job("torch", "recommended", device)
     middle = job.steps // 2
     wanted = "the averages of a run that was left alone, bit for bit"
     try:
@@ -139,34 +137,24 @@ def copies(numel: int = 2**28) -> list[Row]:
     """Measure what the device's memory and its line to the host carry, in GB/s."""
     x, y = (torch.zeros(numel, device="cuda") for _ in range(2))
     pinned = torch.empty(numel, pin_memory=True)
-    rows: list[Row] = []
-    for what, call, moved in (
-        ("in its memory", lambda: y.copy_(x), 8), ("to the host", lambda: pinned.copy_(x), 4),
-        ("from the host", lambda: x.copy_(pinned), 4),
-    ):  # fmt: skip
-        rate = moved * numel / _cuda_seconds(call) / 1e9
-        rows.append(
-            Row("copies", f"{what}, {format_bytes(4 * numel)}", "", f"{rate:,.0f} GB/s", "seen")
-        )
-    return rows
-
-
-def _cuda_seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    call()
-    found: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    calls: dict[str, Callable[[], object]] = {
+        "in its memory": lambda: y.copy_(x),  # which reads and writes
+        "to the host": lambda: pinned.copy_(x),
+        "from the host": lambda: x.copy_(pinned),
+    }
+    for call in calls.values():
         call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1000)
-    return min(found)
+    rows: list[Row] = []
+    for what, seconds in best_seconds(calls, _REPEATS, x.device).items():
+        moved = (8 if what == "in its memory" else 4) * numel
+        told = f"{moved / seconds / 1e9:,.0f} GB/s"
+        rows.append(Row("copies", f"{what}, {format_bytes(4 * numel)}", "", told, "seen"))
+    return rows
 
 
 def codecs(formats: str = "int4,int8,2bit", numel: int = 2**28) -> list[Row]:
     """Measure the codecs' kernels on the device against its memory's bandwidth."""
-    options = BenchOptions.parse(formats, numel, "auto", None, 5)
+    options = BenchOptions.parse(formats, numel, "auto", None, _REPEATS)
     rows: list[Row] = []
     for figure in measure_codecs(options, on=["cuda"]):
         for operation in ("encode", "decode", "encode_ef"):
@@ -194,7 +182,7 @@ def launches(numel: int = 2**26) -> list[Row]:
     """Measure what a launch takes of the training thread."""
     rows: list[Row] = []
     for codec in ({"type": "dense"}, {"type": "quantized", "wire": "int4"}):
-        (figure,) = measure_launches([numel], "cuda", [codec], 5)
+        (figure,) = measure_launches([numel], "cuda", [codec], _REPEATS)
         seen = f"{figure.launch_ms:.2f} ms, of them {figure.copy_ms:.2f} to start its kernels"
         rows.append(Row("launch", f"{numel:,} elements, {figure.compression}", "", seen, "seen"))
     return rows
@@ -208,7 +196,7 @@ def own_cost(machine: Machine, folder: Path) -> list[Row]:
         ("recommended", {"schedule": {"interval": 16}}),
         ("diloco_delayed", {"schedule": {"interval": 16}, "compression": _INT4}),
     ):
-        job = Job("torch", name, 0, "", "", device, num_clusters=1, overrides=overrides)
+        job = Job("torch", name, device, num_clusters=1, overrides=overrides)
         try:
             ((found,),) = run(
                 job, machine, folder / f"overhead-{name}", "own_cost", ranks=1, threads=4

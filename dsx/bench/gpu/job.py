@@ -45,20 +45,23 @@ DEADLINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part: which engine trains by which preset, and where it meets the others."""
+    """One rank's part: which engine trains by which preset, and where it meets the others.
+
+    Whose it is, where and in which folder, says who starts it (runs.py).
+    """
 
     engine: str
     preset: str
-    cluster: int
-    meeting: str
-    folder: str
     device: str = "cuda"
     state: str = "masters"  # state.device
     num_clusters: int = NUM_CLUSTERS
     steps: int = STEPS
     saves_at: int = 0  # the step behind which it saves, and ends
     loads: str = ""  # the folder of a job that has saved
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cluster: int = 0
+    meeting: str = ""
+    folder: str = ""
 
     def dsx(self) -> dict[str, Any]:
         """Return the configuration."""

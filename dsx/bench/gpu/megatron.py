@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsx.bench.megatron_chunk import chunk_and_optimizer
 from dsx.examples.gpt import GPTConfig
 
 _DECAY = 0.01
@@ -14,22 +15,18 @@ _DECAY = 0.01
 
 def make(shape: GPTConfig, rate: float, is_sharded: bool, is_bf16: bool) -> tuple[Any, Any]:
     """Return a chunk under Megatron's DDP and its Adam, the distributed one if `is_sharded`."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
     config = TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads, ffn_hidden_size=4 * shape.hidden_size,
         hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False,
         bias_dropout_fusion=False, bias_activation_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, bf16=is_bf16,
-        params_dtype=dtype,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )  # fmt: skip
     model: Any = GPTModel(
         config, get_gpt_layer_local_spec(), vocab_size=shape.vocab_size,
@@ -37,26 +34,7 @@ def make(shape: GPTConfig, rate: float, is_sharded: bool, is_bf16: bool) -> tupl
     )  # fmt: skip
     if is_bf16:
         model = Float16Module(config, model.cuda())
-    chunk = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded
-        ),
-        model,
-    )
-    chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=rate, weight_decay=_DECAY, params_dtype=dtype, bf16=is_bf16,
-            use_distributed_optimizer=is_sharded, clip_grad=1.0,
-        ),
-        [chunk],
-    )  # fmt: skip
-    for group in optimizer.param_groups:  # what Megatron's scheduler does at every step
-        group["lr"], group["weight_decay"] = rate, _DECAY * group["wd_mult"]
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    return chunk, optimizer
+    return chunk_and_optimizer(config, model, rate, _DECAY, is_sharded)
 
 
 def forward_backward(chunk: Any, tokens: Tensor) -> Tensor:

@@ -81,7 +81,8 @@ def measure(job: Job, rows: int, blocks: int) -> OwnCost:
     without = [timed(_BLOCK) for _ in range(blocks)]
     before = held()
     handle = dsx.attach(net, optimizer, config=job.dsx())
-    timed(job.dsx()["dsx"]["schedule"]["interval"] + _WARMED)  # what comes once, and kernels
+    interval = handle.loop.method.schedule.interval
+    timed(interval + _WARMED)  # what comes once, and kernels
     blocked, since = handle.totals.blocked_seconds, handle.step
     attached = [timed(_BLOCK) for _ in range(blocks)]
     blocked = (handle.totals.blocked_seconds - blocked) / (handle.step - since)
@@ -91,7 +92,6 @@ def measure(job: Job, rows: int, blocks: int) -> OwnCost:
     handle.close()
     gc.collect()
     again = [timed(_BLOCK) for _ in range(blocks)]
-    interval = handle.loop.method.schedule.interval
     return OwnCost(
         sum(p.numel() for p in net.parameters()), rows, interval, without, attached, again,
         blocked, planned, grown, highest,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,19 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from dsx.bench.e2e.run import RunFailed
+from dsx.bench.free_ports import free_low_ports
 from dsx.bench.gpu.job import NUM_CLUSTERS, Job
 
 _TAIL = 400
 _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|PeerLost)\b")
 _POLL_SECONDS = 0.1
-
-
-_ports = itertools.cycle(range(12_000 + os.getpid() % 997 * 10, 32_000))
-_turn = Lock()
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ def run(
     """
     folder.mkdir(parents=True)
     count = machine.ranks_per_cluster if ranks is None else ranks
-    meeting, *masters = _free_ports(1 + job.num_clusters)
+    meeting, *masters = free_low_ports(1 + job.num_clusters)
     jobs = [
         replace(job, cluster=m, meeting=f"tcp://127.0.0.1:{meeting}", folder=str(folder))
         for m in range(job.num_clusters)
@@ -83,17 +76,6 @@ def run(
     return [
         [json.loads(own.result_path(rank).read_text()) for rank in range(count)] for own in jobs
     ]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that are free, given to no other check, and below those of callers."""
-    found: list[int] = []
-    with _turn:
-        while len(found) < count:
-            port = next(_ports)
-            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                found.append(port)
-    return found
 
 
 def _start(

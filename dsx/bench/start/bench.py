@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import random
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
+from dsx.bench.free_ports import free_low_ports
 from dsx.bench.start.job import OF_ENGINE, STARTED, Found, Job
 from dsx.core.requirements import installed_version
 from dsx.outer.digest import Digests
@@ -27,7 +25,6 @@ _MOST_RANKS = 1024
 _FEW, _SOME, _SOME_TIMES = 4, 16, 3  # ranks whose starts are repeated: those of many say less
 _HASHED = 64 << 20  # elements, 256 MiB
 _DEADLINE_SECONDS = 600.0
-_PORTS = 20_000, 30_000  # tried; those that the system gives away by itself are above 32,768
 
 
 class StartFailed(RuntimeError):
@@ -173,17 +170,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def free_low_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, below those that connections get from the system."""
-    found: list[int] = []
-    for port in random.Random(os.getpid()).sample(range(*_PORTS), 1000):
-        try:
-            with closing(socket.create_server(("", port))):
-                found.append(port)
-        except OSError:
-            continue
-        if len(found) == count:
-            return found
-    raise StartFailed(f"no {count} free ports between {_PORTS[0]} and {_PORTS[1]}")

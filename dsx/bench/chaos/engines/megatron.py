@@ -20,6 +20,7 @@ import dsx
 from dsx.bench.chaos.engines.engine import Step, digest
 from dsx.bench.chaos.engines.own_saves import OwnSaves
 from dsx.bench.chaos.job import Job
+from dsx.bench.megatron_chunk import chunk_and_optimizer
 from dsx.bench.megatron_on_cpu import install
 
 HIDDEN, HEADS, LAYERS, VOCAB, LENGTH = 32, 8, 2, 32, 8
@@ -143,11 +144,8 @@ def _forward_step(batches: Any, model: Any) -> Any:
 
 def _model_and_optimizer(num_ranks: int) -> tuple[Any, Any]:
     """Return what `megatron.training` makes of such a model: fp32, Adam, clipped gradients."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -160,19 +158,4 @@ def _model_and_optimizer(num_ranks: int) -> tuple[Any, Any]:
     model = GPTModel(
         config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=LENGTH
     )
-    chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-    )
-    chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=RATE, weight_decay=DECAY, params_dtype=torch.float32,
-            clip_grad=1.0,
-        ),
-        [chunk],
-    )  # fmt: skip
-    for group in optimizer.param_groups:  # what Megatron's scheduler does at every step
-        group["lr"], group["weight_decay"] = RATE, DECAY * group["wd_mult"]
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    return chunk, optimizer
+    return chunk_and_optimizer(config, model, RATE, DECAY)
