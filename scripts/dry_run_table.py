@@ -42,7 +42,7 @@ def row(name: str, clusters: int) -> Sequence[str]:
     seconds = step_seconds(run)
     found = replace(run, asked=replace(line, step_seconds=seconds)).record()
     sent, ranks = found["bytes_per_round_per_rank"], found["ranks"]
-    on_line = 8 * ranks * sent / (1e9 * GBPS)
+    on_line = 8 * found["bytes_per_round_per_cluster"] / (1e9 * GBPS)
     of_round = seconds * run.config.method.schedule.interval
     return (
         f"`{name}.flags`, {run.config.preset}", f"{clusters} of {ranks}", format_bytes(sent),

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 class Launch:
     """What a channel may need to know of a transfer: equal on every cluster.
 
-    `round` counts the fragment's transfers from 1, `rank` is that of low-rank codecs.
+    `round` counts the fragment's transfers from 1, `rank` is that of low-rank codecs, `most_rank`
+    the most that a controller may ask for; None: no other than `rank`. Only plans need that one.
     """
 
     round: int
     rank: int | None = None
+    most_rank: int | None = None
 
 
 @dataclass(frozen=True)

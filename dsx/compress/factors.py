@@ -2,6 +2,7 @@
 
 Up, to the owner of a factor: each row of P^T or Q^T `[r, k]` (a direction; their sizes are the
 singular values and differ by orders) is scaled by a power of two, exactly, and sent in groups.
+Of a factor that is cut into blocks of columns (owners.py) each block is a message of its own.
 Down, from the owner to all: int8 codes with one bf16 scale per *column* of `[r, k]`, so that
 
     (P Q^T)_ij = sP_i * sQ_j * sum_r codeP_ri * codeQ_rj
@@ -51,14 +52,17 @@ class UpCodec:
         self._codec.encode(scaled.view(-1), out[rows:], seed)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Write the values of a message to `out` `[rows, length]`."""
+        """Write the values of a message to `out` `[rows, length]`, part of a factor or whole."""
         rows = out.shape[0]
+        values = out if out.is_contiguous() else self._work("scaled", tuple(out.shape))
         if self._wire.is_exact:
-            self._codec.decode(data, out.view(-1))
-            return
-        self._codec.decode(data[rows:], out.view(-1))
-        exponents = data[:rows].view(torch.int8).to(torch.int32)
-        torch.ldexp(out, exponents.unsqueeze(1), out=out)
+            self._codec.decode(data, values.view(-1))
+        else:
+            self._codec.decode(data[rows:], values.view(-1))
+            exponents = data[:rows].view(torch.int8).to(torch.int32)
+            torch.ldexp(values, exponents.unsqueeze(1), out=values)
+        if values is not out:
+            out.copy_(values)
 
     def decode_add(self, data: Tensor, out: Tensor) -> None:
         """Add the values of a message to `out` `[rows, length]`."""
@@ -81,21 +85,24 @@ class DownCodec:
     def encode(self, x: Tensor, out: Tensor) -> None:
         """Write the message of `x` `[rows, length]` to `out`."""
         if self._is_exact:
-            out.copy_(x.reshape(-1).view(torch.uint8))
+            out.copy_(x.contiguous().view(-1).view(torch.uint8))
             return
         scales = _rounded_up(x.abs().amax(dim=0).div_(127))
         codes = torch.where(scales > 0, x / scales, 0.0).round_().clamp_(-127, 127)
         split = self._length * SCALE_BYTES
         out[:split].copy_(scales.to(torch.bfloat16).view(torch.uint8))
-        out[split:].view(torch.int8).copy_(codes.view(-1))
+        out[split:].view(torch.int8).copy_(codes.reshape(-1))
 
     def decode(self, data: Tensor, codes: Tensor) -> Tensor:
-        """Write the codes to `codes` `[rows, length]`, fp32, and return the scales `[length]`."""
+        """Write the codes to `codes` `[rows, length]`, fp32, and return the scales `[length]`.
+
+        `codes` is part of a factor, or a whole one.
+        """
         if self._is_exact:
-            codes.view(-1).view(torch.uint8).copy_(data)
+            codes.copy_(data.view(torch.float32).view(codes.shape))
             return torch.ones(self._length)
         split = self._length * SCALE_BYTES
-        codes.view(-1).copy_(data[split:].view(torch.int8))
+        codes.copy_(data[split:].view(torch.int8).view(codes.shape))
         scales = torch.empty(self._length, dtype=torch.bfloat16)
         scales.view(torch.uint8).copy_(data[:split])
         return scales.float()

@@ -175,7 +175,8 @@ class LowRank(Quantized):
         if taken and num_clusters > 1:
             first = (fragment.id + shard) % num_clusters
             matrices = self._matrices(taken, rank)
-            factors = factor_rounds(matrices, self.factor_format, num_clusters, first)
+            most = tuple(m[2] for m in self._matrices(taken, launch.most_rank or rank))
+            factors = factor_rounds(matrices, most, self.factor_format, num_clusters, first)
             if launch.round == self._first_in_factors:
                 factors = np.concatenate([factors, factors])
         return self.coded_traffic(fragment, runs_of(rest), num_clusters, [factors])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
+from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import factor_owners, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
 from dsx.core.buffers import Opening
-from dsx.core.exchange import Exchange, ExchangeRound, to_all, together
+from dsx.core.exchange import Exchange, ExchangeRound, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
 
@@ -43,10 +44,12 @@ class LowRankChannel:
         taken, rest = method.split(fragment)
         self._opening = opening
         sides = [two_sides(s) for s in taken]
-        owners = factor_owners(sides, seat.num_clusters, fragment.id + seat.shard)
+        ranks = [min(max_rank, method.largest_rank(s)) for s in taken]
+        matrices = tuple((m, n, rank) for (m, n), rank in zip(sides, ranks, strict=True))
+        owners = factor_owners(matrices, seat.num_clusters, fragment.id + seat.shard)
         self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, opening, method)
-            for s, by in zip(taken, owners, strict=True)
+            LowRankMatrix(s, rank, seat, by, opening, method)
+            for s, rank, by in zip(taken, ranks, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
@@ -101,13 +104,13 @@ class LowRankChannel:
         for iteration in range(2 if is_cold else 1):
             for matrix in self._matrices:
                 matrix.encode_p()
-            yield from self._to_owners_and_back()
+            yield from self._average_p()
             for matrix in self._matrices:
                 matrix.encode_q()
             is_last = iteration == int(is_cold)
             if is_last:
                 self._keep_residuals(x)
-            yield from self._to_owners_and_back()
+            yield from self._average_q()
             for matrix in self._matrices:
                 matrix.take_q()
         for matrix in self._matrices:
@@ -118,22 +121,53 @@ class LowRankChannel:
                 self.spectrum[-1] += total
         self._rank.fill_(rank)
 
-    def _to_owners_and_back(self) -> Generator[ExchangeRound, None, None]:
-        """Send every matrix's factor to its owner, and the owners' mean factors to all."""
+    def _average_p(self) -> Generator[ExchangeRound, None, None]:
+        """Send every block of P to its owner; make P orthonormal, and send it to all."""
+        matrices, here = self._matrices, self._seat.position
+        yield from self._to_owners([matrix.p for matrix in matrices])
+        for matrix in matrices:
+            matrix.average_p()
+        if any(matrix.is_cut for matrix in matrices):
+            yield self._round(
+                lambda c: [t for m in matrices for t in m.told(here, c)],
+                lambda c: [t for m in matrices for t in m.told(c, here)],
+            )
+            for matrix in matrices:
+                matrix.gather_p()
+            yield self._round(
+                lambda c: [t for m in matrices for t in m.handed_back(here, c)],
+                lambda c: [t for m in matrices for t in m.handed_back(c, here)],
+            )
+        if self._seat.num_clusters > 1:
+            yield self._round(
+                lambda c: [t for m in matrices for t in m.p_from(here, c)],
+                lambda c: [t for m in matrices for t in m.p_from(c, here)],
+            )
+
+    def _average_q(self) -> Generator[ExchangeRound, None, None]:
+        """Send every block of Q to its owner, and the owners' means to all."""
+        matrices, here = self._matrices, self._seat.position
+        yield from self._to_owners([matrix.q for matrix in matrices])
+        for matrix in matrices:
+            matrix.average_q()
+        if self._seat.num_clusters > 1:
+            yield self._round(
+                lambda c: [t for m in matrices for t in m.q_from(here)],
+                lambda c: [t for m in matrices for t in m.q_from(c)],
+            )
+
+    def _to_owners(self, factors: Sequence[Factor]) -> Generator[ExchangeRound, None, None]:
+        if self._seat.num_clusters > 1:
+            yield self._round(
+                lambda c: [t for factor in factors for t in factor.sent_to(c)],
+                lambda c: [t for factor in factors for t in factor.received_from(c)],
+            )
+
+    def _round(
+        self, outgoing: Callable[[int], list[Tensor]], incoming: Callable[[int], list[Tensor]]
+    ) -> ExchangeRound:
         clusters = range(self._seat.num_clusters)
-        own = [m for m in self._matrices if m.is_owned]
-        if self._seat.num_clusters > 1:
-            yield ExchangeRound(
-                [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
-                [[m.received[c] for m in own] for c in clusters],
-            )
-        for matrix in own:
-            matrix.average()
-        if self._seat.num_clusters > 1:
-            yield to_all(
-                [m.mean for m in own],
-                [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
-            )
+        return ExchangeRound([outgoing(c) for c in clusters], [incoming(c) for c in clusters])
 
     def _keep_residuals(self, x: Tensor) -> None:
         """Let every residual be what the own factors miss of `x`."""

@@ -1,4 +1,4 @@
-"""One matrix of a low-rank channel: its factors, its codes, and what their owners do.
+"""One matrix of a low-rank channel: its factors, and what their owners do.
 
 Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
 call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
@@ -7,14 +7,16 @@ are used: in work space that all matrices of a channel share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from dsx.compress.factors import DownCodec, UpCodec, product
-from dsx.compress.owners import NUM_PROBES, Owners, factor_sizes
+from dsx.compress.factors import UpCodec, product
+from dsx.compress.low_rank_factor import Factor
+from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Opening
 from dsx.core.membership import Seat
@@ -55,7 +57,6 @@ class LowRankMatrix:
         self._owners = owners
         seat.membership.require_equal_weights()
         self._seat = seat
-        self._is_p = True  # whether P is in turn, or Q
         self._slot = slot
         self._seed = crc32(slot.name.encode())  # the same wherever the matrix is put together
         whole = slot.whole or slot.shape
@@ -65,16 +66,21 @@ class LowRankMatrix:
         self._work = buffers.work
         self.warm = opening.state.zeros(max_rank, self._n)
         self._probed = buffers.zeros(NUM_PROBES, self._m)
-        wire = settings.factor_format
-        self._up = {
-            k: UpCodec(wire, rows, k, settings.kernels, buffers) for k in {self._m, self._n}
+        wire, kernels = settings.factor_format, settings.kernels
+        sizes = factor_sizes(max_rank, wire, owners, seat.position)
+        sent = buffers.zeros(sizes.sent, dtype="uint8")
+        received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
+        means = [buffers.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
+        self.p, self.q = (
+            Factor(blocks, rows, wire, seat, kernels, buffers, (sent, received, mean))
+            for blocks, mean in zip((owners.p, owners.q), means, strict=True)
+        )
+        self._told = buffers.zeros(sizes.told, dtype="uint8")
+        self._sums_wire = of_sums(wire)
+        self._sums = {
+            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, buffers)
+            for block in (owners.p if owners.is_cut else ())
         }
-        self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
-        sizes = factor_sizes(self._m, self._n, max_rank, wire, owners, seat.position)
-        self._sent = buffers.zeros(sizes.sent, dtype="uint8")
-        self._received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
-        self._mean_p = buffers.zeros(sizes.mean_p, dtype="uint8")
-        self._mean_q = buffers.zeros(sizes.mean_q, dtype="uint8")
         self._total_square = self._missed_square = 0.0
 
     def begin(self, x: Tensor, rank: int, round: int) -> None:
@@ -94,65 +100,70 @@ class LowRankMatrix:
         p = self._work("p", (self.rank + NUM_PROBES, self._m))
         torch.mm(self._start(), self._matrix.T, out=p[: self.rank])
         p[self.rank :].copy_(self._probed)
-        self._encode(p, self._m)
+        self.p.encode(p, self.rank, self._round_seed)
 
     def encode_q(self) -> None:
         """Make Q = M^T P with the mean P, and the codes of it."""
         q = self._work("q", (self.rank, self._n))
         torch.mm(self._decoded_p(), self._matrix, out=q)
-        self._encode(q, self._n)
-
-    @property
-    def owner(self) -> int:
-        """The cluster that averages the factor in turn, by position."""
-        return self._owners.p if self._is_p else self._owners.q
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether this cluster averages the factor in turn."""
-        return self.owner == self._seat.position
+        self.q.encode(q, self.rank, self._round_seed)
 
     @property
     def averages_p(self) -> bool:
-        """Whether this cluster averages P, with the probes that `spectrum` needs."""
-        return self._owners.p == self._seat.position
+        """Whether this cluster makes P orthonormal, with the probes that `spectrum` needs."""
+        return self._owners.qr == self._seat.position
 
     @property
-    def sent(self) -> Tensor:
-        """This cluster's codes of the factor in turn."""
-        return self._sent[: self._size]
+    def is_cut(self) -> bool:
+        """Whether P is averaged in several blocks, and made orthonormal behind that."""
+        return self._owners.is_cut
 
-    @property
-    def received(self) -> list[Tensor]:
-        """The clusters' codes of the factor in turn; for the owner, whose own are among them."""
-        if not self.is_owned:
+    def average_p(self) -> None:
+        """Average the blocks of P that are this cluster's; make P orthonormal, if it is whole."""
+        for block, mean in self.p.means():
+            if not self.is_cut:
+                self._orthonormalise(mean)
+                continue
+            told = next(data for each, data in self._told_blocks() if each is block)
+            self._sums[block.length].encode(mean, told, self._round_seed)
+
+    def average_q(self) -> None:
+        """Average the blocks of Q that are this cluster's, and make their codes."""
+        for block, mean in self.q.means():
+            self.q.encode_mean(block, mean)
+
+    def told(self, sender: int, receiver: int) -> list[Tensor]:
+        """Return the means of blocks of P that one cluster sends the one that makes it orthonormal.
+
+        Of this cluster's messages: empty where it is neither, or P is not cut.
+        """
+        if not self.is_cut or receiver != self._owners.qr or sender == receiver:
             return []
-        received = [data[: self._size] for data in self._received]
-        received.insert(self.owner, self.sent)
-        return received
+        return [data for block, data in self._told_blocks() if block.owner == sender]
 
-    @property
-    def mean(self) -> Tensor:
-        """The codes of the mean factor in turn: the owner's to send, the others' to receive."""
-        return self._message(self._is_p)
+    def gather_p(self) -> None:
+        """Make a P that is cut orthonormal, of what all owners of blocks have told."""
+        if not self.is_cut or not self.averages_p:
+            return
+        mean = self._work("sum of a factor", (self.rank + NUM_PROBES, self._m))
+        for block, data in self._told_blocks():
+            self._sums[block.length].decode(data, mean[:, block.start : block.stop])
+        self._orthonormalise(mean)
 
-    def average(self) -> None:
-        """As the owner: sum in cluster order, orthonormalise P, encode the mean."""
-        length, up = self._length, self._up[self._length]
-        rows = self._rows
-        mean = self._work("sum of a factor", (rows, length))
-        received = self.received
-        up.decode(received[0], mean)
-        for data in received[1:]:
-            up.decode_add(data, mean)
-        mean.div_(len(received))
-        if self._is_p:
-            probes = mean[self.rank :]
-            mean = torch.linalg.qr(mean[: self.rank].T).Q.T.contiguous()
-            missed = probes - probes @ mean.T @ mean
-            self._total_square = float(probes.square().sum()) / NUM_PROBES
-            self._missed_square = float(missed.square().sum()) / NUM_PROBES
-        self._down[length].encode(mean, self.mean)
+    def handed_back(self, sender: int, receiver: int) -> list[Tensor]:
+        """Return the codes of blocks of a P that is cut for their owner, who sends them to all."""
+        if not self.is_cut or sender != self._owners.qr or receiver == sender:
+            return []
+        return _of(self.p, receiver)
+
+    def p_from(self, sender: int, receiver: int) -> list[Tensor]:
+        """Return the codes of the mean P that one cluster sends another: but what that has made."""
+        has_made_it = self.is_cut and receiver == self._owners.qr
+        return [] if has_made_it else _of(self.p, sender)
+
+    def q_from(self, sender: int) -> list[Tensor]:
+        """Return the codes of the mean Q that a cluster sends all others."""
+        return _of(self.q, sender)
 
     def take_q(self) -> None:
         """Keep the mean Q as the next start."""
@@ -175,7 +186,7 @@ class LowRankMatrix:
         place = slot.offset - start
         lost = residual[place : place + slot.numel].view(self._m, self._n)
         own = self._work("q", (self.rank, self._n))
-        self._up[self._n].decode(self.sent, own)
+        self.q.decode_own(own)
         torch.mm(self._decoded_p().T, own, out=lost)
         torch.sub(self._matrix, lost, out=lost)
 
@@ -193,22 +204,34 @@ class LowRankMatrix:
         share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
         return squares, kept / share
 
-    def _encode(self, factor: Tensor, length: int) -> None:
-        self._rows, self._length = factor.shape
-        self._is_p = factor.shape[0] > self.rank
-        self._size = self._up[length].num_bytes(self._rows)
-        seed = (self._seed * 31 + self._round) * 4_099 + self._seat.cluster_id
-        self._up[length].encode(factor, self.sent, seed)
+    @property
+    def _round_seed(self) -> int:
+        return (self._seed * 31 + self._round) * 4_099 + self._seat.cluster_id
 
-    def _message(self, is_p: bool) -> Tensor:
-        length, data = (self._m, self._mean_p) if is_p else (self._n, self._mean_q)
-        return data[: self._down[length].num_bytes(self.rank)]
+    def _orthonormalise(self, mean: Tensor) -> None:
+        """Make the codes of an orthonormal P, of its mean with the probes' below."""
+        probes = mean[self.rank :]
+        p = torch.linalg.qr(mean[: self.rank].T).Q.T.contiguous()
+        missed = probes - probes @ p.T @ p
+        self._total_square = float(probes.square().sum()) / NUM_PROBES
+        self._missed_square = float(missed.square().sum()) / NUM_PROBES
+        for block in self.p.blocks:
+            self.p.encode_mean(block, p[:, block.start : block.stop])
+
+    def _told_blocks(self) -> Iterator[tuple[Block, Tensor]]:
+        """Yield the blocks of a P that is cut whose means are here, own or told, with the codes."""
+        here, start = self._seat.position, 0
+        for block in self._owners.p:
+            if here in (block.owner, self._owners.qr):
+                stop = start + up_bytes(self._sums_wire, self.rank + NUM_PROBES, block.length)
+                yield block, self._told[start:stop]
+                start = stop
 
     def _codes(self, is_p: bool) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a mean factor, from the bytes that everybody has."""
-        role, length = ("codes of p", self._m) if is_p else ("codes of q", self._n)
-        codes = self._work(role, (self.rank, length))
-        return codes, self._down[length].decode(self._message(is_p), codes)
+        role, factor = ("codes of p", self.p) if is_p else ("codes of q", self.q)
+        codes = self._work(role, (self.rank, factor.length))
+        return codes, factor.codes(codes)
 
     def _decoded_p(self) -> Tensor:
         """Return the mean P."""
@@ -235,3 +258,8 @@ class LowRankMatrix:
     def _warm_rank(self) -> int:
         """Return how many directions are kept from the last round."""
         return int(self.warm.any(dim=1).sum())
+
+
+def _of(factor: Factor, owner: int) -> list[Tensor]:
+    """Return the codes of the means of the blocks that a cluster averages."""
+    return [data for block, data in factor.messages_down() if block.owner == owner]

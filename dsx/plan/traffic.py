@@ -98,6 +98,7 @@ class Traffic:
         self.num_clusters = num_clusters
         self._method = method
         self._rank = initial_rank(method)
+        self._most_rank = method.control.largest_rank or None
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
         usual = method.compression.usual_round
@@ -153,7 +154,7 @@ class Traffic:
 
         Bytes by round and cluster, sent and received.
         """
-        launch, clusters = Launch(number, self._rank), self.num_clusters
+        launch, clusters = Launch(number, self._rank, self._most_rank), self.num_clusters
         codes, beside = [no_rounds(clusters)], [no_rounds(clusters)]
         times = [0]
         for fragment, shards, ranks in load.shares:

@@ -89,7 +89,7 @@ def test_of_every_method(name: str) -> None:
     require_predicted(run)
 
 
-@pytest.mark.parametrize(("codec", "num_clusters"), in_turn(CODECS, [2, 5]))
+@pytest.mark.parametrize(("codec", "num_clusters"), [*in_turn(CODECS, [2, 5]), ("low rank", 9)])
 def test_of_every_codec(codec: str, num_clusters: int) -> None:
     method = preset("diloco", num_clusters, schedule={"interval": 2}, compression=CODECS[codec])
     run = Simulated(Net(), sgd, method, num_clusters)

@@ -97,6 +97,12 @@ class DryRun:
         return predict(method, ranks, asked.step_seconds, link, self.num_clusters).utilization
 
     @property
+    def most_sent(self) -> int:
+        """What the cluster that sends most sends of every fragment once."""
+        stages = [stage.bytes_sent for stage in self.stages]
+        return max(sum(sizes) for sizes in zip(*stages, strict=True))
+
+    @property
     def save_seconds(self) -> float | None:
         """What writing the largest rank's outer state takes at the disk's rate, if it is given."""
         if self.asked.disk_mb_s is None:
@@ -148,6 +154,7 @@ class DryRun:
             "bytes_per_round_per_rank": max(rank.most_sent for rank in ranks)
             if self.sends_all_once
             else None,
+            "bytes_per_round_per_cluster": self.most_sent if self.sends_all_once else None,
             "owner_spread": max(stage.spread for stage in self.stages),
             "save_bytes_per_rank": max(stage.saved for stage in self.stages),
             "start_seconds": self.start_seconds,

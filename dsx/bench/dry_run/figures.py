@@ -72,9 +72,14 @@ class StageFigures:
 
     @property
     def spread(self) -> float:
-        """The most that a rank sends, by the mean of all."""
-        sent = [rank.most_sent for rank in self.ranks]
+        """The most that a rank sends in any cluster, by the mean of all ranks and clusters."""
+        sent = [size for rank in self.ranks for size in rank.bytes_sent]
         return max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """What all ranks together send of every fragment once, by cluster."""
+        return [sum(sizes) for sizes in zip(*(rank.bytes_sent for rank in self.ranks), strict=True)]
 
     def at(self, stage: Stage) -> StageFigures:
         """Return the same figures for a stage that is built alike."""

@@ -23,7 +23,13 @@ def show(run: DryRun, console: Console) -> None:
     like = "" if len(run.built) == len(run.stages) else "; the others are like the middle one"
     _say(console, f"built with {cluster.engine}'s own objects{named}{like}")
     console.print(_table(run))
-    _say(console, f"largest to mean bytes of a stage's ranks: {record['owner_spread']:.3f}")
+    if run.sends_all_once:
+        sent = format_bytes(record["bytes_per_round_per_cluster"])
+        _say(console, f"a cluster's line: {sent} per round")
+    _say(
+        console,
+        f"largest to mean bytes of a stage's ranks, in all clusters: {record['owner_spread']:.3f}",
+    )
     if record["start_seconds"] is not None:
         _say(
             console,
