@@ -110,15 +110,18 @@ def coding_errors(kind: str, runs: Sequence[CodedRun]) -> dict[str, CodingError]
 
 
 class SmallPart:
-    """The vectors and small matrices of a fragment, in one message to all."""
+    """The vectors and small matrices of a fragment: gathered, or by the owners of slices.
+
+    Those send the mean in fp32, so that it is the same either way.
+    """
 
     def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat, opening: Opening) -> None:
         self._ranges = fragment.small_runs
         numel = sum(stop - start for start, stop in self._ranges)
         self._values = opening.buffers.zeros(numel)
         self._encoded = opening.buffers.zeros(numel if opening.at_launch else 0)
-        format = FORMATS[wire]()
-        self.mean = CodedMean(numel, format, format, seat, is_gathered=True, opening=opening)
+        format, exact = FORMATS[wire](), FORMATS["fp32"]()
+        self.mean = CodedMean(numel, format, exact, seat, opening=opening)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the small slots inside `x`, in place."""

@@ -21,8 +21,6 @@ from dsx.compress.slices import (
     Sizes,
     coded_bytes,
     coded_rounds,
-    coded_sizes,
-    gathered_rounds,
     mean_bounds,
     mean_lengths,
     most_work,
@@ -222,8 +220,8 @@ class Quantized(Compressor):
         work = most_work([*self.coded_work(runs, bool(at_launch)), small])
         if at_launch:  # the encoder's, on its own thread
             work += most_work(self.encoder_work(runs))
-        work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
-        return (self.message_bytes(runs, num_clusters, at_launch) + work).tolist()
+        beside = small_bytes(fragment, self.small_wire, num_clusters, at_launch)
+        return (self.message_bytes(runs, num_clusters, at_launch) + beside + work).tolist()
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what the longest residual takes in fp32, if it is stored in less."""
@@ -275,16 +273,18 @@ def _stored_bytes(storage: Feedback, numel: int) -> int:
 
 
 def small_rounds(fragment: Fragment, wire: SmallWire, num_clusters: int) -> Rounds:
-    """Return what the vectors and small matrices of a fragment take, in one message to all."""
+    """Return what the vectors and small matrices of a fragment take; of owners, in fp32."""
     numel = sum(stop - start for start, stop in fragment.small_runs)
-    return gathered_rounds(numel, FORMATS[wire](), num_clusters)
+    return coded_rounds(numel, FORMATS[wire](), FORMATS["fp32"](), num_clusters)
 
 
-def small_bytes(fragment: Fragment, wire: SmallWire, num_clusters: int, at_launch: int = 0) -> int:
-    """Return what the small rest takes: gathered values, once more at the launch, and messages."""
-    numel, form = sum(stop - start for start, stop in fragment.small_runs), FORMATS[wire]()
-    sizes = coded_sizes(numel, form, form, num_clusters, 0, is_gathered=True)
-    return 4 * numel * (2 if at_launch else 1) + sizes.num_bytes(num_clusters, at_launch)
+def small_bytes(
+    fragment: Fragment, wire: SmallWire, num_clusters: int, at_launch: int = 0
+) -> Sizes:
+    """Return what the small rest takes: its values, once more at the launch, and messages."""
+    numel = sum(stop - start for start, stop in fragment.small_runs)
+    messages = coded_bytes(numel, FORMATS[wire](), FORMATS["fp32"](), num_clusters, at_launch)
+    return 4 * numel * (2 if at_launch else 1) + messages
 
 
 def residual_work(storage: Feedback, fragment: Fragment) -> int:

@@ -198,9 +198,8 @@ class RandomTopK(Compressor):
             work += most_work([*beside, *(form.decoder_work(n) | picking_work(n) for n in runs)])
         else:
             work = most_work([*beside, *encoders])
-        work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
         work += sum(runs) * PICKED_BYTES * (2 if at_launch else 1)
-        total = np.full(num_clusters, work)
+        total = small_bytes(fragment, self.small_wire, num_clusters, at_launch) + work
         for n in runs:
             total += coded_bytes(n, form, form, num_clusters, at_launch)
         return total.tolist()

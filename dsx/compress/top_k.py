@@ -126,7 +126,7 @@ class TopK(Compressor):
         """Return what messages and work space take."""
         form, storage = self.format, residual_formats(self.error_feedback)
         lengths = [b - a for a, b in fragment.coded_runs]
-        size = small_bytes(fragment, self.small_wire, num_clusters, at_launch)
+        size = 0
         for length in lengths:
             sizes = coded_sizes(length, form, form, num_clusters, 0, is_gathered=True)
             size += sizes.num_bytes(num_clusters, at_launch)
@@ -134,7 +134,8 @@ class TopK(Compressor):
         size += most_work([*encoders, small_work(fragment, self.small_wire)])
         if at_launch:  # the encoder's, on its own thread
             size += most_work(encoders)
-        return [size] * num_clusters
+        beside = small_bytes(fragment, self.small_wire, num_clusters, at_launch)
+        return (beside + size).tolist()
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what the longest residual takes in fp32, if it is stored in less."""
