@@ -1,7 +1,8 @@
 """Plain PyTorch as the inner engine: any `torch.optim.Optimizer` over fp32 parameters, or several.
 
-The parameters are their own masters. The clock is the optimizers' public step hook: an inner step
-is over when each of them has stepped once. So a `GradScaler` that skips a step must say so with
+The parameters are their own masters, unless an optimizer keeps others beside weights of fewer bits
+(masters_apart.py). The clock is the optimizers' public step hook: an inner step is over when each
+of them has stepped once. So a `GradScaler` that skips a step must say so with
 `Handle.skip_inner_step`, or the clusters' clocks drift apart.
 
 A layerwise schedule with `when="after"` takes the optimizer's step layer by layer inside the
@@ -29,6 +30,7 @@ from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.data_parallel import bare_parameters
 from dsx.engines.masters import Masters, MastersAdapter, Piece, dtype_name
+from dsx.engines.masters_apart import ApartMasters, counts_steps_of_groups, refuse_quantized
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter
 
@@ -61,6 +63,7 @@ class TorchAdapter(MastersAdapter):
         self._optimizers = as_list(optimizers)
         named = bare_parameters(model)
         parameters = held_parameters(named, self._optimizers)
+        self._apart = ApartMasters(parameters, self._optimizers)
         self._names = {id(p): name for name, p in named.items()}
         self._untrained = Untrained(named.items(), parameters.values())
         shapes = [ParameterShape(n, tuple(p.shape), dtype_name(p)) for n, p in parameters.items()]
@@ -72,7 +75,7 @@ class TorchAdapter(MastersAdapter):
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
         self._is_stepping_fragment = False
-        self._hooks: list[Hook] = []
+        self._hooks: list[Hook] = self._apart.follow_loads()
         self.stage = Stage()
         device = next(iter(parameters.values())).device
         self._hold(Masters(shapes, assignment, pieces), device, keeps_state_on_host)
@@ -82,7 +85,18 @@ class TorchAdapter(MastersAdapter):
     ) -> Mapping[str, Piece]:
         """Return what of the parameters this rank serves, and note with whom it shares them."""
         self.ranks = OneRank()
-        return {name: Piece(p, tuple(p.shape)) for name, p in parameters.items()}
+        return {name: self._apart.piece(p) for name, p in parameters.items()}
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out`, in place."""
+        self._apart.look_over()
+        super().read(fragment, out)
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place, and what weights are made of them."""
+        self._apart.look_over()
+        super().write(fragment, source)
+        self._apart.write_weights(self._members[fragment])
 
     @property
     def buffer_bytes(self) -> int:
@@ -95,7 +109,7 @@ class TorchAdapter(MastersAdapter):
         return Buffers()
 
     def sync_model_weights(self) -> None:
-        """Nothing to do: the parameters are the masters."""
+        """Nothing to do: the parameters are the masters, or were written with them."""
 
     def inner_lr(self) -> float:
         """Return the rate of the first parameter group, of the first optimizer."""
@@ -179,6 +193,12 @@ class TorchAdapter(MastersAdapter):
                     f"{type(optimizer).__name__} cannot do: its step() needs a closure; use "
                     "schedule.when='before'"
                 )
+            if counts_steps_of_groups(optimizer):
+                raise ValueError(
+                    f"schedule.when='after' steps each layer by itself, and "
+                    f"{type(optimizer).__name__} of {type(optimizer).__module__} would count each "
+                    "as a step of all: use schedule.when='before'"
+                )
 
         def on_complete(fragment: int) -> None:
             if when == "after":
@@ -251,16 +271,20 @@ def held_parameters(
                     "step it: leave it out of one"
                 )
     parameters = {n: p for n, p in named.items() if id(p) in holders}
+    for name, parameter in parameters.items():
+        refuse_quantized(name, parameter)
     if len(parameters) != len(holders) or not holders:
         raise ValueError(
             f"the optimizer holds {len(holders)} parameters, {len(parameters)} of them in "
             "the model: attach the model that the optimizer trains"
         )
+    apart = ApartMasters(parameters, optimizers)
     for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
+        if parameter.dtype != torch.float32 and parameter not in apart:
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}: the outer step needs fp32 masters; "
-                "keep the parameters in fp32 and use torch.autocast, or train with DeepSpeed"
+                "keep the parameters in fp32 and use torch.autocast, an optimizer that keeps them "
+                "(docs/accelerators.md), or train with DeepSpeed"
             )
         if not parameter.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")

@@ -52,6 +52,13 @@ class TorchRanksAdapter(SharedMasters, TorchAdapter):
     ) -> Mapping[str, Piece]:
         self.ranks = ClusterCollectives(self._group)
         pieces, copies = self._placement.pieces, self._placement.copies
+        if self._apart and self._placement.engine == "fully_shard":
+            raise ValueError(
+                "masters beside weights of fewer bits are not served under fully_shard: keep its "
+                "parameters in fp32, with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+            )
+        if self._apart:
+            pieces = {name: self._apart.piece(parameters[name]) for name in pieces}
         self._replica_shards = None
         if copies is None:
             return pieces
@@ -77,6 +84,8 @@ class TorchRanksAdapter(SharedMasters, TorchAdapter):
 
     def _gather(self, fragments: Sequence[int]) -> None:
         self._all_gather(fragments)
+        for fragment in fragments:
+            self._apart.write_weights(self._members[fragment])
         self._placement.drop_gathered()
 
 
