@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,26 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsx
-import tests.engines.fused  # noqa: F401  # stand-ins, where these are not installed
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from tests.distributed import run_distributed
+from tests.engines import fused
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
-
-apex: Any = importlib.import_module("apex.optimizers")
-engine: Any = importlib.import_module("transformer_engine.pytorch.optimizers")
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def of_engine(model: nn.Module) -> torch.optim.Optimizer:
-    return engine.FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, master_weights=True)
+    return fused.EngineFusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, master_weights=True)
 
 
 def of_apex(model: nn.Module) -> torch.optim.Optimizer:
     fields = {"capturable": True, "master_weights": True}
-    return apex.FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, **fields)
+    return fused.ApexFusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, **fields)
 
 
 KINDS: dict[str, tuple[Make, torch.dtype]] = {
@@ -196,22 +192,27 @@ def of(kind: Any, **fields: Any) -> Make:
 
 
 REFUSED: dict[str, tuple[Make, torch.dtype, str]] = {
+    "apex, distributed": (
+        of(fused.ApexDistributedFusedAdam),
+        torch.float32,
+        "apex's DistributedFusedAdam parts",
+    ),
     "apex in bf16": (of_apex, torch.bfloat16, "is bfloat16, which this FusedAdam steps without"),
     "apex in fp32": (of_apex, torch.float32, "keeps a second copy of it: leave master_weights out"),
     "engine in fp32": (of_engine, torch.float32, "keeps a second copy of it"),
-    "no masters": (of(engine.FusedAdam), torch.bfloat16, "the outer step needs fp32 masters"),
+    "no masters": (of(fused.EngineFusedAdam), torch.bfloat16, "the outer step needs fp32 masters"),
     "masters in fp16": (
-        of(engine.FusedAdam, master_weights=True, master_weight_dtype=torch.float16),
+        of(fused.EngineFusedAdam, master_weights=True, master_weight_dtype=torch.float16),
         torch.bfloat16,
         r"FusedAdam\(master_weight_dtype\) keeps masters that are not fp32",
     ),
     "remainders": (
-        of(engine.FusedAdam, master_weights=True, store_param_remainders=True),
+        of(fused.EngineFusedAdam, master_weights=True, store_param_remainders=True),
         torch.bfloat16,
         r"FusedAdam\(store_param_remainders=True\) keeps masters that are not fp32",
     ),
     "lamb": (
-        of(apex.FusedMixedPrecisionLamb, reduced_precision_dtype=torch.bfloat16),
+        of(fused.ApexMixedPrecisionLamb, reduced_precision_dtype=torch.bfloat16),
         torch.float32,
         r"FusedMixedPrecisionLamb\(reduced_precision_dtype=\.\.\.\) steps copies of its own",
     ),
@@ -227,9 +228,8 @@ def test_what_has_no_fp32_masters_is_refused_by_name(name: str) -> None:
 
 
 def test_parameters_in_codes_are_refused_though_they_say_that_they_are_fp32() -> None:
-    tensors: Any = importlib.import_module("transformer_engine.pytorch")
     model = nn.Linear(3, 3)
-    codes = model.weight.detach().as_subclass(tensors.QuantizedTensor)
+    codes = model.weight.detach().as_subclass(fused.QuantizedTensor)
     model.weight = nn.Parameter(codes)
     assert model.weight.dtype == torch.float32
     with pytest.raises(ValueError, match="weight is a QuantizedTensor of Transformer Engine"):
@@ -242,7 +242,7 @@ def test_a_group_that_counts_its_steps_is_not_stepped_layer_by_layer() -> None:
         **CASES["dreamddp"].overrides,
         "schedule": {**CASES["dreamddp"].overrides["schedule"], "when": "after"},
     })  # fmt: skip
-    make = of(engine.FusedAdam, lr=0.01)
+    make = of(fused.EngineFusedAdam, lr=0.01)
     Simulated(TinyNet(), make, method, 2).train_step(mean_loss)
     with pytest.raises(ValueError, match="FusedAdam of .* would count each as a step of all"):
         Simulated(TinyNet(), make, after, 2)

@@ -373,7 +373,11 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
     smi.write_text("#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA H100, 81559 MiB, 550.1'; done\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert "2 x NVIDIA H100, 81559 MiB, 550.1" in marked(doctor(), "GPUs")[0][1]
+    done = doctor()
+    assert "2 x NVIDIA H100, 81559 MiB, 550.1" in marked(done, "GPUs")[0][1]
+    has_engine = machine.installed_version("transformer-engine")
+    found = " ".join(text for _, text in marked(done, "accelerators"))
+    assert ("transformer-engine is not installed: layers are" in found) is not bool(has_engine)
     assert machine.gpu_gib() == 81559 / 1024
     done = doctor(write(tmp_path), *model_of(tmp_path))
     assert marked(done, "memory")[0][0] == "ok" and "79.6 GiB" in marked(done, "memory")[0][1]

@@ -19,6 +19,7 @@ masters, expert-data-parallel ranks the same experts, and they divide the outer 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from dsx.core.accelerators import missing_accelerators
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, Stage
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
@@ -51,6 +53,8 @@ from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
 from dsx.method.schedule.inside_backward import require_backwards, require_before, require_hooks
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronAdapter(MultiRankAdapter):
@@ -84,7 +88,11 @@ class MegatronAdapter(MultiRankAdapter):
         self.is_sharded = any(place.is_sharded for place in self.places)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
         masters = self._take_pieces(parameters, shapes)
-        self._hold(masters, next(iter(chunks[0].parameters())).device, keeps_state_on_host)
+        device = next(iter(chunks[0].parameters())).device
+        self._hold(masters, device, keeps_state_on_host)
+        if device.type == "cuda" and dist.get_rank() == 0:
+            for line in missing_accelerators():
+                logger.info(line)
 
     def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> Masters:
         """Return this rank's masters; find what it synchronises, and broadcasts or receives."""

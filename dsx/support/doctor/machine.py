@@ -11,12 +11,14 @@ from pathlib import Path
 
 import dsx
 from dsx.config.schema import DsxConfig
+from dsx.core.accelerators import missing_accelerators
 from dsx.core.requirements import PACKAGE, installed_version, outside_of_ranges
 from dsx.support.doctor.finding import Finding
 from dsx.support.environment import gpus
 
 _SHOWN = (
-    "torch", "deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "numpy",
+    "torch", "deepspeed", "megatron-core", "transformer-engine", "apex", "transformers",
+    "accelerate", "lightning", "numpy",
 )  # fmt: skip
 _CGROUP = Path("/sys/fs/cgroup")
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
@@ -25,7 +27,7 @@ _TIMEX_BYTES = 1024  # more than struct timex has anywhere
 
 def look_at_machine() -> list[Finding]:
     """Return versions, GPUs and the clock."""
-    return [*_versions(), _gpus(), _clock()]
+    return [*_versions(), _gpus(), *_accelerators(), _clock()]
 
 
 def _versions() -> list[Finding]:
@@ -74,6 +76,14 @@ def _gpus() -> Finding:
         text = f"{named}, and torch is a build for the CPU, which sees none; install one for CUDA"
         return Finding("note", "GPUs", text)
     return Finding("ok", "GPUs", f"{named} (name, memory, driver){chosen}")
+
+
+def _accelerators() -> list[Finding]:
+    """Tell what Megatron does without here; it matters on GPUs alone."""
+    found = gpus()
+    if isinstance(found, str) or not found or installed_version("megatron-core") is None:
+        return []
+    return [Finding("note", "accelerators", line) for line in missing_accelerators()]
 
 
 def gpu_gib() -> float | None:
