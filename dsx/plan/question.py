@@ -248,8 +248,8 @@ def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
         tokens = model.files.batch.sequences_per_step * model.files.batch.sequence
     if tokens is None:
         raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
-    peak = PEAK_FLOPS[given.gpu]
-    seconds = 6 * model.numel * tokens / (model.ranks * peak * mfu)
+    peak, active = PEAK_FLOPS[given.gpu], model.active_numel
+    seconds = 6 * active * tokens / (model.ranks * peak * mfu)
     least, most = _BOUNDS["step_seconds"]
     if not least <= seconds <= most:
         raise ValueError(
@@ -257,8 +257,8 @@ def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
             f"be {least:g} to {most:g}; check --tokens-per-step and --gpus-per-cluster"
         )
     facts.append(
-        f"step: {seconds:.4g} s, estimated: 6 x {model.numel:.4g} parameters x {tokens:.4g} tokens "
-        f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"
+        f"step: {seconds:.4g} s, estimated: 6 x {active:.4g} parameters x {tokens:.4g} tokens / ("
+        f"{model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"
     )
     return seconds
 

@@ -43,10 +43,10 @@ def plan_files(directory: Path, flags: str, deepspeed: dict[str, Any] | None = N
     "more",
     [
         "--fp16",
-        "--num-experts 8",
-        "--kv-channels 128",
-        "--context-parallel-size 2",
         "--optimizer-cpu-offload",
+        "--pipeline-model-parallel-layout Et*4L",
+        "--mtp-num-layers 1",
+        "--moe-use-legacy-grouped-gemm",
     ],
 )
 def test_flags_that_change_what_a_rank_holds_are_refused(tmp_path: Path, more: str) -> None:
