@@ -224,11 +224,11 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
 
 @needs_megatron
 def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
-    assert "--build 0,1: the first, the last" in refused(tmp_path, "--build", "0,1")
+    assert "alike one has to be among them" in refused(tmp_path, "--build", "0,1")
     assert "a cluster has ranks 0 to 3" in refused(tmp_path, "--build", "4")
     assert "must be numbers of ranks" in refused(tmp_path, "--build", "0,x")
-    cut = f"{FLAGS} --num-layers-per-virtual-pipeline-stage 1"
-    assert "one chunk on each" in refused(tmp_path, flags=cut)
+    cut = f"{FLAGS} --pipeline-model-parallel-layout Et*4L"
+    assert "--pipeline-model-parallel-layout: dsx memory plans" in refused(tmp_path, flags=cut)
     assert "num_clusters" in refused(tmp_path, "--clusters", "1000000")
     assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --overlap-grad-reduce")
     assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --ddp-bucket-size=40000000")

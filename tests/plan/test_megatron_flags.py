@@ -95,7 +95,7 @@ def test_experts_are_in_the_layers_that_the_flags_name(more: str, pattern: str) 
 )
 def test_experts_that_are_not_served_are_refused_by_name(more: str, why: str) -> None:
     with pytest.raises(ValueError, match=why.replace("*", r"\*")):
-        parse(shlex.split(EXPERTS + more))
+        model_of(parse(shlex.split(EXPERTS + more)))
 
 
 def test_other_refusals_name_their_flag(tmp_path: Path) -> None:
