@@ -1,10 +1,11 @@
-"""What a launch costs the training thread: `dsx bench launch`.
+"""What a launch and an apply cost the training thread: `dsx bench launch`.
 
 A fragment is launched as in a run, with one cluster, so that the transfer's own thread has only
 the copy to wait for. Next to it, in the same passes, what no launch can go without: reading the
 masters, forming the pseudo-gradient, and the copy to where transfers start. The rest is what dsx
 adds. On an accelerator the copy runs beside the compute stream, and only what it takes to start
-it is the training thread's.
+it is the training thread's. An apply is the outer step and the masters that it writes, without the
+wait for the transfer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DEADLINE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LaunchFigures:
-    """Median milliseconds of the training thread, per launch of `numel` elements."""
+    """Median milliseconds of the training thread, per launch and apply of `numel` elements."""
 
     numel: int
     device: str
@@ -40,6 +41,7 @@ class LaunchFigures:
     launch_ms: float
     copy_ms: float
     added_ms: float
+    apply_ms: float
 
 
 def measure_launches(
@@ -79,19 +81,20 @@ def measure_launch(
         if torch.device(device).type == "cpu":
             buffers.wire.copy_(local)
 
-    passes: list[tuple[float, float]] = []
+    passes: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):  # the first one allocates
         loop.after_inner_step()
         copied = _seconds(copies, local)
         launched = _seconds(loop.launch_due, local)
-        loop.apply_ripe()
-        passes.append((launched, copied))
+        waited = loop.totals.wait_seconds
+        applied = _seconds(loop.apply_ripe, local)
+        passes.append((launched, copied, applied - (loop.totals.wait_seconds - waited)))
         if progress is not None:
             progress.moved(1)
     transport.close()
-    launch, copy = (1000 * median(p[i] for p in passes[1:]) for i in range(2))
-    added = 1000 * median(a - b for a, b in passes[1:])
-    return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added)
+    launch, copy, apply = (1000 * median(p[i] for p in passes[1:]) for i in range(3))
+    added = 1000 * median(p[0] - p[1] for p in passes[1:])
+    return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added, apply)
 
 
 def _seconds(call: Callable[[], object], at: Tensor) -> float:
@@ -104,11 +107,11 @@ def _seconds(call: Callable[[], object], at: Tensor) -> float:
 
 def print_launch(figures: list[LaunchFigures]) -> None:
     """Print a table, one row per size and codec."""
-    table = Table(caption="ms of the training thread per launch, median")
-    for title in ("elements", "device", "compression", "launch", "copies alone", "added"):
+    table = Table(caption="ms of the training thread per launch and apply, median")
+    for title in ("elements", "device", "compression", "launch", "copies alone", "added", "apply"):
         table.add_column(title, justify="left" if title in ("device", "compression") else "right")
     for figure in figures:
-        values = (figure.launch_ms, figure.copy_ms, figure.added_ms)
+        values = (figure.launch_ms, figure.copy_ms, figure.added_ms, figure.apply_ms)
         table.add_row(
             f"{figure.numel:,}", figure.device, figure.compression, *(f"{v:.2f}" for v in values)
         )

@@ -105,7 +105,9 @@ def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
     block = {"preset": "diloco", "clusters": {"num_clusters": 2}, **schedule}
     config = load_config({"dsx": block})
     plans = {
-        zero: plan_stage(MODEL, Cluster(data=8, zero_stage=zero), Stage(), config, Batch(32, 1))
+        zero: plan_stage(
+            MODEL, Cluster(data=8, zero_stage=zero), Stage(), config, Batch(32, 1), False
+        )
         for zero in (0, 1, 3)
     }
     run = -(-MODEL.numel // 8)

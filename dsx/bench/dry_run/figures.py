@@ -86,8 +86,13 @@ class StageFigures:
         return replace(self, stage=stage, ranks=ranks)
 
 
-def figures_of(built: Sequence[BuiltRank], config: DsxConfig) -> StageFigures:
-    """Return the figures of a stage all of whose ranks have been built."""
+def figures_of(
+    built: Sequence[BuiltRank], config: DsxConfig, has_accelerators: bool = True
+) -> StageFigures:
+    """Return the figures of a stage all of whose ranks have been built.
+
+    `has_accelerators`: outer steps are taken there, where the state is, with more hashed at a time.
+    """
     method, clusters = config.method, config.clusters.num_clusters
     layouts = [rank.fragments for rank in built]
     wires = [list(layout) for layout in layouts]
@@ -104,8 +109,9 @@ def figures_of(built: Sequence[BuiltRank], config: DsxConfig) -> StageFigures:
         return predict(method, own.fragments, own.num_tensors, wires[index], clusters).total
 
     largest = max(range(len(built)), key=outer_state)
-    memory, saved = _held(config, layouts, ranks[largest], largest)
     place = config.state.device
+    is_there = has_accelerators and place == "masters"
+    memory, saved = _held(config, layouts, ranks[largest], largest, is_there)
     launched = 4 * launched_together(config, built[largest].fragments)
     on_device = memory.on_device(place) + (launched if place == "masters" else 0)
     return StageFigures(
@@ -138,7 +144,11 @@ def _bytes_of(
 
 
 def _held(
-    config: DsxConfig, layouts: Sequence[Sequence[Fragment]], rank: RankFigures, shard: int
+    config: DsxConfig,
+    layouts: Sequence[Sequence[Fragment]],
+    rank: RankFigures,
+    shard: int,
+    is_on_accelerator: bool,
 ) -> tuple[OuterMemory, int]:
     """Return what a rank's outer state takes, and the bytes that it saves, none under way."""
     method, clusters = config.method, config.clusters.num_clusters
@@ -147,7 +157,9 @@ def _held(
     together, place = (layouts, shard) if is_whole else ([own.fragments], 0)
     gathers = plan_gathers(together, place, compression.takes, None)
     in_cluster = own.buffer_bytes + sum(gather.buffer_bytes for gather in gathers)
-    said = predict(method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster)
+    said = predict(
+        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster, is_on_accelerator
+    )
     adapter: Any = SimpleNamespace(
         fragments=own.fragments, device=torch.device("cpu"), pins_host_memory=False
     )

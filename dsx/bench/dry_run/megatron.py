@@ -121,7 +121,7 @@ def _build(model: GPT, cluster: Cluster, batch: Batch) -> tuple[list[Any], Any]:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded
     )
-    chunks = [
+    chunks: list[Any] = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
@@ -167,7 +167,7 @@ def _layers(config: Any, virtual: int | None) -> Any:
     """Return the specification of a chunk's layers."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+    spec: Any = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
         normalization=config.normalization,

@@ -70,10 +70,18 @@ class RankMemory:
 
 
 def plan_stage(
-    model: GPT, cluster: Cluster, stage: Stage, config: DsxConfig, batch: Batch
+    model: GPT,
+    cluster: Cluster,
+    stage: Stage,
+    config: DsxConfig,
+    batch: Batch,
+    has_accelerators: bool = True,
 ) -> RankMemory:
-    """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so."""
-    method = config.method
+    """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so.
+
+    `has_accelerators`: outer steps are taken there, where the state is, with more hashed at a time.
+    """
+    method, place = config.method, config.state.device
     shapes = stage_shapes(model, cluster, stage)
     assignment = assign_stage(method.fragments, shapes, stage)
     wholes = {p.name: p.shape for p in shapes}
@@ -94,8 +102,8 @@ def plan_stage(
         [gather.wire for gather in matrix_gathers],
         config.clusters.num_clusters,
         in_cluster,
+        has_accelerators and place == "masters",
     )
-    place = config.state.device
     launched = launched_together(config, layouts[rank])
     return RankMemory(
         stage=stage,
