@@ -25,10 +25,11 @@ KINDS = [
     Kind(precision="bf16", is_sharded=True, layers_per_stage=4),
     Kind(precision="bf16", pipeline=2),
     Kind(),
-    Kind(context=2, family="qwen3"),
+    Kind(context=2),
+    Kind(family="qwen3"),
     Kind(experts=4, expert_parallel=2),
     Kind(experts=4, expert_parallel=2, precision="bf16", is_sharded=True, layers_per_stage=4),
-    Kind(pipeline=2, layers_per_stage=3, first_stage=2, chunks=1),
+    Kind(pipeline=2, layers_per_stage=3, first_stage=2),
     Kind(pipeline=2, layers_per_stage=4, chunks=2),
 ]
 CHANGES: dict[str, Any] = {
