@@ -52,7 +52,8 @@ def held(kind: Kind) -> dict[str, Any]:
         groups = optimizer.optimizer.param_groups
         if kind.precision == "bf16":
             masters += sum(4 * p.numel() for group in groups for p in group["params"])
-    buffers = [b for chunk in engine.chunks for b in chunk.buffers]
+    chunks = engine.chunks
+    buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     return {
         "stage": (adapter.stage.index, adapter.stage.count),
         "shapes": {p.name: p.shape for ps in adapter.fragment_parameters for p in ps},
