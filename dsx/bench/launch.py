@@ -81,19 +81,23 @@ def measure_launch(
         if torch.device(device).type == "cpu":
             buffers.wire.copy_(local)
 
-    passes: list[tuple[float, float, float]] = []
+    passes: list[tuple[float, float]] = []
+    applies: list[float] = []
     for _ in range(repeats + 1):  # the first one allocates
-        loop.after_inner_step()
+        loop.launch_due()  # of a step between launches, at whose end the last one is applied
+        waited, syncs = loop.totals.wait_seconds, loop.totals.syncs
+        applied = _seconds(loop.apply_ripe, local)
+        if loop.totals.syncs > syncs:
+            applies.append(applied - (loop.totals.wait_seconds - waited))
         copied = _seconds(copies, local)
         launched = _seconds(loop.launch_due, local)
-        waited = loop.totals.wait_seconds
-        applied = _seconds(loop.apply_ripe, local)
-        passes.append((launched, copied, applied - (loop.totals.wait_seconds - waited)))
+        loop.apply_ripe()
+        passes.append((launched, copied))
         if progress is not None:
             progress.moved(1)
     transport.close()
-    launch, copy, apply = (1000 * median(p[i] for p in passes[1:]) for i in range(3))
-    added = 1000 * median(p[0] - p[1] for p in passes[1:])
+    launch, copy = (1000 * median(p[i] for p in passes[1:]) for i in range(2))
+    added, apply = 1000 * median(a - b for a, b in passes[1:]), 1000 * median(applies)
     return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added, apply)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,8 +82,6 @@ def follow(handle: Any) -> dict[int, int]:
 def figures_of_run(handle: Any, last: dict[int, int]) -> dict[str, Any]:
     loop = handle.loop
     fragments = [f.numel for f in loop.adapter.fragments]
-    state = [t for f in loop.adapter.fragments for t in loop.state.named_state(f.id).values()]
-    masters = 4 * sum(fragments) if loop.method.delay.export == "mean" else 0
     return {
         "fragments": fragments,
         "bytes_sent": sum(last.values()),
@@ -89,8 +89,22 @@ def figures_of_run(handle: Any, last: dict[int, int]) -> dict[str, Any]:
         "threads": 1 + len(loop.transport._fifos),
         "given": dict(loop.state.allocator.given),
         "memory": vars(handle.memory),
-        "saved": masters + sum(t.numel() * t.element_size() for t in state),
+        "saved": saved_by(handle),
     }
+
+
+def saved_by(handle: Any) -> int:
+    """Bytes of the one file that a rank's save writes, without what was under way."""
+    with tempfile.TemporaryDirectory() as directory:
+        handle.write(Path(directory))
+        (file,) = Path(directory).glob("*.safetensors")
+        content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    ranges = [e["data_offsets"] for n, e in entries.items() if n != "__metadata__"]
+    assert len(content) == 8 + length + max(end for _, end in ranges)
+    kept = [e["data_offsets"] for n, e in entries.items() if not n.startswith(("__", "in_flight"))]
+    return sum(end - begin for begin, end in kept)
 
 
 def told(figures: StageFigures) -> list[dict[str, Any]]:

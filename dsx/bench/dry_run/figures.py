@@ -21,6 +21,7 @@ from dsx.compress.wire.compiled import unavailable
 from dsx.config.schema import DsxConfig
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Stage
+from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.state import StateStore
 from dsx.outer.whole_matrices import plan_gathers, wires_of
@@ -168,11 +169,13 @@ def _held(
         seat = Seat.of(0, clusters, shard)
         state = StateStore(method, adapter, own.num_tensors, rank.wire, seat)
         given = state.allocator.given
-        kept = [
-            tensor.numel() * tensor.element_size()
-            for fragment in own.fragments
-            for tensor in state.named_state(fragment.id).values()
-        ]
+        kept: list[torch.Tensor] = []
+        for fragment in own.fragments:
+            kept += state.named_state(fragment.id).values()
+            if method.guards:
+                kept.append(sample_of(torch.empty(fragment.numel)))
     masters = 4 * sum(fragment.numel for fragment in own.fragments)
-    saved = sum(kept) + (masters if method.delay.export == "mean" else 0)
+    saved = sum(tensor.nbytes for tensor in kept) + (
+        masters if method.delay.export == "mean" else 0
+    )
     return replace(said, **{name: given.get(name, 0) for name in _AT_THE_START}), saved
