@@ -165,7 +165,8 @@ def _require_whole_experts(known: argparse.Namespace) -> None:
         )
     if count % parallel:
         raise ValueError(
-            f"--num-experts={count} do not divide over --expert-model-parallel-size={parallel}"
+            f"--num-experts={count} do not divide over --expert-model-parallel-size={parallel}; "
+            "use a number of ranks that divides them"
         )
     if known.moe_router_topk > count:
         raise ValueError(

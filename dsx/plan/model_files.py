@@ -211,6 +211,12 @@ def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
                 f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
                 f"accelerator only; leave {key} out to see what it would take there"
             )
+    stages: Any = (document.get("pipeline") or {}).get("stages", "auto")
+    if stages not in ("auto", None, 1):
+        raise ValueError(
+            f"pipeline.stages={stages!r}: dsx memory knows no DeepSpeed pipelines; leave "
+            "it out to see a model whose ranks hold all layers"
+        )
     if "grad_accum_dtype" in document.get("data_types", {}):
         raise ValueError(
             "data_types.grad_accum_dtype: dsx memory knows gradients in the weights' type only; "

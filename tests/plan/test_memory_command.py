@@ -84,6 +84,7 @@ def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "'auto'"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages=2"),
     ],
 )
 def test_keys_that_change_what_a_rank_holds_are_refused(
