@@ -302,9 +302,8 @@ class Search:
         fragments, on_the_wire = self.question.model.fullest_rank(loads)
         num_tensors = [load.num_tensors for load in loads if load.stage == on_the_wire[0].stage]
         clusters = self.question.num_clusters
-        memory = predict(
-            method, fragments, num_tensors, on_the_wire, clusters, 0, is_on_accelerator
-        )
+        own = fragments, num_tensors, on_the_wire
+        memory = predict(method, *own, clusters, 0, is_on_accelerator)
         sizes = [fragment.numel for fragment in fragments]
         together = max(sizes) if isinstance(method.schedule, Streaming) else sum(sizes)
         return memory, 4 * together
