@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the table of docs/results/dry-run.md: what runs of 70 and 107 B parameters come to.
+"""Print the table of docs/results/dry-run.md: what runs of 70 to 235 B parameters come to.
 
 Each row is a `dsx dry-run` of a file in configs/, whose ranks are built without memory, network or
 accelerators. A step is as long as its arithmetic takes at 40 % of an A800's bf16 rate.
@@ -16,11 +16,11 @@ from dsx.bench.dry_run.dry_run import Asked, DryRun, build
 from dsx.core.units import format_bytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-FILES = ("qwen_107b", "llama_70b")
+FILES = ("qwen_107b", "llama_70b", "qwen_235b_a22b")
 CLUSTERS = (2, 8, 32, 128)
 GBPS, LATENCY_MS = 1.0, 20.0
 FLOPS = 0.4 * 312e12
-FLOPS_PER_TOKEN = 8  # of a parameter: forward twice, as all is recomputed, and backward
+FLOPS_PER_TOKEN = 8  # of a parameter it goes through: forward twice, all recomputed, and backward
 HEAD = (
     "file, preset", "clusters", "sent by a rank in a round", "a cluster's line, of a round",
     "owners: largest / mean", "connections of a rank", "host memory of a rank", "utilization",
@@ -32,7 +32,7 @@ def step_seconds(run: DryRun) -> float:
     batch = run.files.batch
     assert batch.sequences_per_step is not None, "the files give --global-batch-size"
     tokens = batch.sequences_per_step * batch.sequence
-    return FLOPS_PER_TOKEN * run.parameters * tokens / (run.files.cluster.ranks * FLOPS)
+    return FLOPS_PER_TOKEN * run.active_parameters * tokens / (run.files.cluster.ranks * FLOPS)
 
 
 def row(name: str, clusters: int) -> Sequence[str]:

@@ -100,9 +100,9 @@ def launch(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
 ) -> None:
-    """Measure what launching a fragment costs the training thread.
+    """Measure what launching a fragment, and applying its mean, cost the training thread.
 
-    Next to it stands what its copies alone cost.
+    Next to it stands what its copies alone cost. `dsx plan --launch` reads the figures.
     """
     import torch
 

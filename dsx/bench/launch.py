@@ -1,10 +1,11 @@
-"""What a launch costs the training thread: `dsx bench launch`.
+"""What a launch and an apply cost the training thread: `dsx bench launch`.
 
 A fragment is launched as in a run, with one cluster, so that the transfer's own thread has only
 the copy to wait for. Next to it, in the same passes, what no launch can go without: reading the
 masters, forming the pseudo-gradient, and the copy to where transfers start. The rest is what dsx
 adds. On an accelerator the copy runs beside the compute stream, and only what it takes to start
-it is the training thread's.
+it is the training thread's. An apply is the outer step and the masters that it writes, without the
+wait for the transfer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DEADLINE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LaunchFigures:
-    """Median milliseconds of the training thread, per launch of `numel` elements."""
+    """Median milliseconds of the training thread, per launch and apply of `numel` elements."""
 
     numel: int
     device: str
@@ -40,6 +41,7 @@ class LaunchFigures:
     launch_ms: float
     copy_ms: float
     added_ms: float
+    apply_ms: float
 
 
 def measure_launches(
@@ -80,8 +82,13 @@ def measure_launch(
             buffers.wire.copy_(local)
 
     passes: list[tuple[float, float]] = []
+    applies: list[float] = []
     for _ in range(repeats + 1):  # the first one allocates
-        loop.after_inner_step()
+        loop.launch_due()  # of a step between launches, at whose end the last one is applied
+        waited, syncs = loop.totals.wait_seconds, loop.totals.syncs
+        applied = _seconds(loop.apply_ripe, local)
+        if loop.totals.syncs > syncs:
+            applies.append(applied - (loop.totals.wait_seconds - waited))
         copied = _seconds(copies, local)
         launched = _seconds(loop.launch_due, local)
         loop.apply_ripe()
@@ -90,8 +97,8 @@ def measure_launch(
             progress.moved(1)
     transport.close()
     launch, copy = (1000 * median(p[i] for p in passes[1:]) for i in range(2))
-    added = 1000 * median(a - b for a, b in passes[1:])
-    return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added)
+    added, apply = 1000 * median(a - b for a, b in passes[1:]), 1000 * median(applies)
+    return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added, apply)
 
 
 def _seconds(call: Callable[[], object], at: Tensor) -> float:
@@ -104,11 +111,11 @@ def _seconds(call: Callable[[], object], at: Tensor) -> float:
 
 def print_launch(figures: list[LaunchFigures]) -> None:
     """Print a table, one row per size and codec."""
-    table = Table(caption="ms of the training thread per launch, median")
-    for title in ("elements", "device", "compression", "launch", "copies alone", "added"):
+    table = Table(caption="ms of the training thread per launch and apply, median")
+    for title in ("elements", "device", "compression", "launch", "copies alone", "added", "apply"):
         table.add_column(title, justify="left" if title in ("device", "compression") else "right")
     for figure in figures:
-        values = (figure.launch_ms, figure.copy_ms, figure.added_ms)
+        values = (figure.launch_ms, figure.copy_ms, figure.added_ms, figure.apply_ms)
         table.add_row(
             f"{figure.numel:,}", figure.device, figure.compression, *(f"{v:.2f}" for v in values)
         )

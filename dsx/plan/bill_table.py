@@ -10,7 +10,7 @@ from dsx.plan.candidates import Question
 
 def headings(budget: Budget) -> list[str]:
     """Return the names of the columns."""
-    found = [] if budget.mtbf_hours is None else ["goodput\n%"]
+    found = ["goodput\n%"] if budget.has_goodput else []
     found += [] if budget.steps is None else ["days"]
     if budget.has_prices:
         found.append("cost per\nday" if budget.steps is None else "cost of\nthe run")
@@ -20,7 +20,7 @@ def headings(budget: Budget) -> list[str]:
 def cells(bill: Bill, budget: Budget) -> list[str]:
     """Return what stands in them."""
     goodput = "-" if bill.goodput is None else f"{100 * bill.goodput:.2f}"
-    found = [] if budget.mtbf_hours is None else [goodput]
+    found = [goodput] if budget.has_goodput else []
     found += [] if bill.days is None else [f"{bill.days:.4g}"]
     return found + ([] if bill.price is None else [money(bill.price)])
 
@@ -28,6 +28,11 @@ def cells(bill: Bill, budget: Budget) -> list[str]:
 def explain_bills(budget: Budget, question: Question, bills: Sequence[Bill]) -> list[str]:
     """Return what the columns mean, line by line."""
     lines = [] if budget.mtbf_hours is None else _of_losses(budget, question, bills)
+    if budget.save_every is not None and budget.save_seconds is not None:
+        lines.append(
+            f"saves: every {budget.save_every:g} steps training waits {budget.save_seconds:g} s, "
+            "which is in goodput, days and costs"
+        )
     prices: list[str] = []
     if budget.gpu_hour_price is not None:
         count = question.num_clusters * question.model.ranks

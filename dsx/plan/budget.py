@@ -5,9 +5,11 @@ cluster trains nothing until it has been started and healed, and what it had not
 its fragments half a period on average, and what was under way. The others stand still for as long
 as a loss may hold them up (docs/elastic.md). Of two clusters the one that is left waits until the
 other has been started again: five minutes here, as no measurement tells of other people's machines.
-With a method that brings nobody back all start again from a checkpoint, which `heal_seconds` tells.
+With a method that brings nobody back all start again from a checkpoint, which `heal_seconds` tells,
+and do again what came after it: half of the steps between two saves, where these are told.
 
-Losses of half and more at once are not in it, nor what saving takes.
+Where saves are told of, all stand still for each of them. Losses of half and more at once are not
+in it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Budget:
 
     `egress_price` is of a GB (1e9 bytes) that leaves a cluster, frames and all; `gpu_hour_price` of
     an hour of one rank; `steps` the inner steps of each cluster; `mtbf_hours` the mean time between
-    two losses of one cluster; `heal_seconds` from a loss until that cluster trains again.
+    two losses of one cluster; `heal_seconds` from a loss until that cluster trains again; every
+    `save_every` inner steps training waits `save_seconds` for a save.
     """
 
     egress_price: float | None = None
@@ -40,6 +43,13 @@ class Budget:
     steps: float | None = None
     mtbf_hours: float | None = None
     heal_seconds: float | None = None
+    save_every: float | None = None
+    save_seconds: float | None = None
+
+    @property
+    def has_goodput(self) -> bool:
+        """Whether there is more than waits for the line that takes from the time."""
+        return self.mtbf_hours is not None or self.save_every is not None
 
     @property
     def has_prices(self) -> bool:
@@ -49,15 +59,15 @@ class Budget:
     @property
     def is_asked(self) -> bool:
         """Whether anything is to be worked out."""
-        return self.has_prices or self.steps is not None or self.mtbf_hours is not None
+        return self.has_prices or self.steps is not None or self.has_goodput
 
 
 @dataclass(frozen=True)
 class Bill:
     """What it comes to, all clusters together, for the run (`days`) or, if `days` is None, a day.
 
-    `goodput` is the share of the time that computes what is kept: the utilization, less losses;
-    None without an MTBF, or where it is not known how long a loss takes. `gpu_price` and
+    `goodput` is the share of the time that computes what is kept: the utilization, less losses and
+    saves; None without either, or where it is not known how long a loss takes. `gpu_price` and
     `egress_price` are in the money of the prices, None without that price.
     """
 
@@ -85,7 +95,7 @@ def bill_of(candidate: Candidate, question: Question, budget: Budget) -> Bill:
         heal = _HEAL_PER_LINE * copied / rate if heal is None else heal
     kept = None
     if budget.mtbf_hours is not None and heal is not None:
-        kept = _kept(candidate, question.num_clusters, budget.mtbf_hours * _HOUR, heal, not refuses)
+        kept = _kept(candidate, question.num_clusters, budget, heal, not refuses)
     healed = 0.0  # bytes a day
     if budget.mtbf_hours is not None:
         healed = question.num_clusters * copied * _DAY / (budget.mtbf_hours * _HOUR)
@@ -106,9 +116,11 @@ def _bill(
     healed: float,
 ) -> Bill:
     days = None
+    unsaved = _unsaved(prediction, budget)
+    up = unsaved * (1.0 if kept is None else kept)
     if budget.steps is not None:
         seconds = budget.steps * prediction.round_seconds / prediction.steps_per_round
-        days = seconds / (1.0 if kept is None else kept) / _DAY
+        days = seconds / up / _DAY
     length = 1.0 if days is None else days
     gpu = egress = None
     if budget.gpu_hour_price is not None:
@@ -116,22 +128,32 @@ def _bill(
         gpu = budget.gpu_hour_price * ranks * 24 * length
     if budget.egress_price is not None:
         sent = sum(prediction.bytes_by_cluster) * _DAY / prediction.round_seconds
-        up = 1.0 if kept is None else kept
         egress = budget.egress_price * wire_bytes(sent * up + healed) / _GB * length
-    goodput = None if kept is None else prediction.utilization * kept
+    is_known = kept is not None or (budget.has_goodput and budget.mtbf_hours is None)
+    goodput = prediction.utilization * up if is_known else None
     return Bill(goodput, heal, days, gpu, egress)
 
 
 def _kept(
-    candidate: Candidate, num_clusters: int, mtbf: float, heal: float, comes_back: bool
+    candidate: Candidate, num_clusters: int, budget: Budget, heal: float, comes_back: bool
 ) -> float:
     """Return the share of a run's cluster seconds that losses leave."""
-    prediction = candidate.prediction
+    assert budget.mtbf_hours is not None
+    prediction, mtbf = candidate.prediction, budget.mtbf_hours * _HOUR
     step = prediction.round_seconds / prediction.steps_per_round
     late = candidate.method.delay.rounds_under_way * candidate.interval
     in_vain = step * (candidate.interval / 2 + late + candidate.overlap_steps)
     if not comes_back:  # all start again, from what was saved last
-        return mtbf / (mtbf + num_clusters * heal)
+        again = step * (budget.save_every or 0.0) / 2
+        return mtbf / (mtbf + num_clusters * (heal + again))
     others = RESTART_SECONDS if num_clusters == 2 else HELD_UP_SECONDS
     own = mtbf / (mtbf + heal + in_vain)
     return own * mtbf / (mtbf + (num_clusters - 1) * others)
+
+
+def _unsaved(prediction: Prediction, budget: Budget) -> float:
+    """Return the share of the time in which training does not wait for a save."""
+    if budget.save_every is None or budget.save_seconds is None:
+        return 1.0
+    between = budget.save_every * prediction.round_seconds / prediction.steps_per_round
+    return between / (between + budget.save_seconds)

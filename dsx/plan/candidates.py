@@ -272,8 +272,10 @@ class Search:
             reached = self.predict(tried).utilization >= question.target
             low, high = (low, middle) if reached else (middle, high)
         best = self._at(method, count, allowed[high])
-        memory, contributions = self._memory(best)
+        memory, contributions = self._memory(best, is_on_accelerator=True)
         is_on_host, is_fitting = self._placement(memory, contributions)
+        if is_on_host:
+            memory, contributions = self._memory(best, is_on_accelerator=False)
         prediction = self.predict(best)
         return Candidate(
             preset, codec, count, _in_bounds(best), prediction, memory, contributions,
@@ -294,13 +296,14 @@ class Search:
         longest = max(1, interval // 2 if method.delay.uses_seconds else until_next)
         return with_steps(method, min(max(1, steps), longest))
 
-    def _memory(self, method: Method) -> tuple[OuterMemory, int]:
+    def _memory(self, method: Method, is_on_accelerator: bool) -> tuple[OuterMemory, int]:
         """Return the bytes of the rank that holds most, and those of one boundary's launches."""
         loads = self.loads(method)
         fragments, on_the_wire = self.question.model.fullest_rank(loads)
         num_tensors = [load.num_tensors for load in loads if load.stage == on_the_wire[0].stage]
         clusters = self.question.num_clusters
-        memory = predict(method, fragments, num_tensors, on_the_wire, clusters)
+        own = fragments, num_tensors, on_the_wire
+        memory = predict(method, *own, clusters, 0, is_on_accelerator)
         sizes = [fragment.numel for fragment in fragments]
         together = max(sizes) if isinstance(method.schedule, Streaming) else sum(sizes)
         return memory, 4 * together

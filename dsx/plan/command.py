@@ -66,6 +66,13 @@ Mtbf = Annotated[
 HealSeconds = Annotated[
     float | None, _option("With --mtbf: from a loss until that cluster trains again.")
 ]
+SaveEvery = Annotated[
+    float | None, _option("Inner steps between two saves: their time is in days and costs.")
+]
+SaveSeconds = Annotated[float | None, _option("With --save-every: training waits so long for one.")]
+Launch = Annotated[
+    Path | None, _option("The JSON of dsx bench launch: the training thread's own work.", "FILE")
+]
 Top = Annotated[int | None, typer.Option(help="Presets shown; default all.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
@@ -99,6 +106,9 @@ def plan(
     steps: Steps = None,
     mtbf: Mtbf = None,
     heal_seconds: HealSeconds = None,
+    save_every: SaveEvery = None,
+    save_seconds: SaveSeconds = None,
+    launch: Launch = None,
     top: Top = None,
     json: Json = False,
     json_file: JsonFile = None,
@@ -112,11 +122,13 @@ def plan(
     from rich.console import Console
 
     from dsx.plan import question, show
+    from dsx.plan.given import Given
 
-    given = question.Given(
+    given = Given(
         from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval, egress_price, gpu_hour_price, steps, mtbf, heal_seconds,
+        save_every, save_seconds, launch,
     )  # fmt: skip
     outputs = show.Outputs(top, json, json_file, plot)
     if not show.show_plan(question.read_question(given), outputs, Console()):

@@ -13,12 +13,15 @@ parameters that ZeRO-3 gathers for a layer at a time.
 Activations are an estimate, of layers whose inputs alone are kept (full recomputation): one input
 of `sequence x micro-batch x hidden` in bf16 per layer and micro-batch under way, as many as there
 are stages from this one on, and one layer's own, 34 bytes per element (Korthikanti et al. 2022,
-eq. 2, without the attention scores that fused kernels do not keep).
+eq. 2, without the attention scores that fused kernels do not keep). With context parallelism
+`sequence` is a rank's part. A layer of experts has, in place of its MLP's 16 bytes, what goes to
+the experts and comes back, and what they make of it, of tokens that are dealt to all ranks alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,21 @@ class InnerMemory:
     def total(self) -> int:
         """All of it."""
         return sum(vars(self).values())
+
+    def __add__(self, other: InnerMemory) -> InnerMemory:
+        """Return both, purpose by purpose."""
+        return InnerMemory(*(a + vars(other)[name] for name, a in vars(self).items()))
+
+
+class Routed(NamedTuple):
+    """Where tokens go in a layer of experts: to so many, with what is kept of each one's inside.
+
+    `width` are an expert's elements per token, `shared` those of the one that all tokens go to.
+    """
+
+    top: int
+    width: int
+    shared: int
 
 
 def megatron(
@@ -73,6 +91,7 @@ def recomputed_activations(
     under_way: int,
     tensor_count: int = 1,
     is_sequence_parallel: bool = False,
+    routed: Routed | None = None,
 ) -> int:
     """Return the bytes of a stage's activations with full recomputation, as estimated above.
 
@@ -81,6 +100,10 @@ def recomputed_activations(
     """
     elements = sequence * micro_batch * hidden
     inputs = 2 * elements * layers_here * under_way
+    cut = 24 * elements  # of a layer's own
+    if routed is not None:
+        to_experts = routed.top * (2 * hidden + routed.width) + routed.shared
+        cut += 2 * sequence * micro_batch * to_experts - 16 * elements
     if is_sequence_parallel:
-        return (inputs + 34 * elements) // tensor_count
-    return inputs + 10 * elements + 24 * elements // tensor_count
+        return (inputs + 10 * elements + cut) // tensor_count
+    return inputs + 10 * elements + cut // tensor_count

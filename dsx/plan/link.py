@@ -37,6 +37,24 @@ _PERCENT = {  # of memcpy there: encode, decode, encode with feedback
 }
 
 
+def read_launch_figures(figures: Any) -> float:
+    """Return the training thread's seconds per element at launch and apply, of the largest size.
+
+    Of what `dsx bench launch --json` wrote, with the slowest codec; ValueError for anything else.
+    """
+    try:
+        most = max(int(figure["numel"]) for figure in figures)
+        own = [figure for figure in figures if figure["numel"] == most]
+        seconds = max(1e-3 * (float(f["launch_ms"]) + float(f["apply_ms"])) for f in own) / most
+    except (KeyError, TypeError, OverflowError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"launch figures must be a list of objects with numel, launch_ms and apply_ms "
+            f"({error!r}); write it by dsx bench launch --json"
+        ) from None
+    require_number("the training thread's seconds per element", seconds, 0, 1)
+    return seconds
+
+
 def wire_bytes(payload: float) -> float:
     """Return what a line counts for so many bytes of payload in full frames."""
     return payload / PAYLOAD_SHARE

@@ -59,15 +59,13 @@ class PlannedModel:
         if self.files is None:
             return None
         model, cluster, batch = self.files.model, self.files.cluster, self.files.batch
-        sizes: list[int] = []
-        for index in range(cluster.pipeline):
-            stage = Stage(index, cluster.pipeline)
-            own = stage_shapes(model, cluster, stage)[1][0]
-            held = sum(p.numel for p in own)
-            if model.is_tied and 0 < index == cluster.pipeline - 1:
-                held += model.vocabulary * model.hidden // cluster.tensor
-            sizes.append(inner_of(model, cluster, stage, held, batch).total)
-        return max(sizes)
+        stages = [Stage(index, cluster.pipeline) for index in range(cluster.pipeline)]
+        return max(inner_of(model, cluster, stage, batch).total for stage in stages)
+
+    @property
+    def active_numel(self) -> int:
+        """The parameters that a token goes through, where experts are known; else all."""
+        return self.numel if self.files is None else self.files.model.active_numel
 
     def loads(self, fragmenter: Fragmenter, compression: Compressor) -> list[Load]:
         """Return every fragment of every stage, as its ranks send it."""
@@ -117,13 +115,12 @@ def from_files(files: ModelFiles) -> PlannedModel:
     """Return what a file of flags, or a JSON with one, describes."""
     model, cluster = files.model, files.cluster
     stages = [
-        tuple(stage_shapes(model, cluster, Stage(index, cluster.pipeline))[0])
+        tuple(stage_shapes(model, cluster, Stage(index, cluster.pipeline)))
         for index in range(cluster.pipeline)
     ]
-    ranks = cluster.tensor * cluster.data
     numel = sum(p.numel for stage in stages for p in stage)
     require_number("the model's parameters", numel, 1, MOST_PARAMETERS)
-    return PlannedModel(tuple(stages), ranks, model.hidden, files)
+    return PlannedModel(tuple(stages), cluster.ranks_per_stage, model.hidden, files)
 
 
 def from_sizes(params: float, layers: int, hidden: int | None, ranks: int) -> PlannedModel:

@@ -7,8 +7,9 @@ What plans start from: sizes, shapes, and what the inner engine takes of them. S
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,10 @@ from dsx.core.types import ParameterShape, Stage
 from dsx.method.method import Method
 from dsx.method.schedule.inside_backward import require_before, require_hooks
 from dsx.plan import inner_memory
-from dsx.plan.gpt_shapes import GPT
+from dsx.plan.gpt_shapes import GPT, Division, Weight
 from dsx.plan.inner_memory import InnerMemory
-from dsx.plan.published.scenario import MAX_LAYERS, require_number
-
-MOST = 10**9  # of any size
-_UNKNOWN_SIZES = ("num-experts", "kv-channels", "context-parallel-size", "mtp-num-layers")
-_UNKNOWN = (
-    *_UNKNOWN_SIZES, "fp16", "multi-latent-attention", "optimizer-cpu-offload",
-    "use-precision-aware-optimizer",
-)  # fmt: skip
+from dsx.plan.megatron_flags import model_of, parse, split_of
+from dsx.plan.pipeline_split import Layers, PipelineSplit
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,10 @@ class Cluster:
     zero_stage: int | None = None
     is_sequence_parallel: bool = False
     captured_by: str | None = None  # the flag by which Megatron makes a CUDA graph of the backward
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None  # as `tensor`
+    split: PipelineSplit = PipelineSplit()
 
     @property
     def engine(self) -> str:
@@ -51,7 +50,47 @@ class Cluster:
     @property
     def ranks(self) -> int:
         """Accelerators of one cluster."""
-        return self.pipeline * self.tensor * self.data
+        return self.pipeline * self.ranks_per_stage
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Accelerators of one pipeline stage."""
+        return self.tensor * self.shards
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold the same dense weights: of the same tensor slice, whatever they read."""
+        return self.data * self.context
+
+    @property
+    def slices_of_experts(self) -> int:
+        """Tensor-parallel ranks of one expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def shards_of_experts(self) -> int:
+        """Ranks that hold the same experts: expert-data-parallel ones."""
+        return self.ranks_per_stage // (self.expert * self.slices_of_experts)
+
+    @property
+    def division(self) -> Division:
+        """Over how many ranks weights are cut."""
+        return Division(self.tensor, self.expert, self.slices_of_experts)
+
+    def layers(self, model: GPT) -> Layers:
+        """Return the numbers of the layers by stage and chunk; ValueError if they do not divide."""
+        return self.split.layers(model.layers, self.pipeline)
+
+    def __str__(self) -> str:
+        """Return how it is cut, as it is shown."""
+        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
+        if self.split.chunks > 1:
+            parts.append(f"{self.split.chunks} virtual stages of each rank")
+        parts += [f"context {self.context}"] if self.context > 1 else []
+        if self.expert > 1:
+            of_experts = f"expert {self.expert}, expert tensor {self.slices_of_experts}, "
+            parts.append(f"{of_experts}expert data {self.shards_of_experts}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -86,14 +125,19 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     if source.suffix != ".json":
         if model_flags is not None:
             raise ValueError("--model goes with a DeepSpeed JSON; a file of flags tells the model")
-        known = _parse(read_words(source))
-        return ModelFiles(_model(known), _megatron(known, ranks), _batch(known))
+        known = parse(read_words(source))
+        return ModelFiles(model_of(known), _megatron(known, ranks), _batch(known))
     if model_flags is None or ranks is None:
         raise ValueError(
             f"{source} does not tell the model nor the ranks of a cluster: add --model FILE (with "
             "Megatron's flags for its sizes) and their number"
         )
-    known = _parse(read_words(model_flags))
+    known = parse(read_words(model_flags))
+    if known.num_experts is not None:
+        raise ValueError(
+            f"--num-experts={known.num_experts} with a DeepSpeed JSON: dsx serves experts inside "
+            "Megatron; leave it out, or give a file of flags alone"
+        )
     document = read_json(source)
     micro_batch = _integer(document, "train_micro_batch_size_per_gpu", 1)
     whole = _integer(document, "train_batch_size", 0) or None
@@ -101,7 +145,7 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     if whole is None and accumulated:
         whole = accumulated * micro_batch * ranks
     batch = Batch(known.seq_length, micro_batch, whole)
-    return ModelFiles(_model(known), _deepspeed(document, ranks), batch)
+    return ModelFiles(model_of(known), _deepspeed(document, ranks), batch)
 
 
 def require_served(method: Method, cluster: Cluster) -> None:
@@ -120,110 +164,30 @@ def read_words(path: Path) -> list[str]:
         raise ValueError(f"{path} holds no flags: {error}; close what is open") from None
 
 
-def _parse(text: Sequence[str]) -> argparse.Namespace:
-    """Read the sizes among Megatron's flags, with Megatron's defaults."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in (
-        "ffn-hidden-size",
-        "num-query-groups",
-        "max-position-embeddings",
-        "global-batch-size",
-    ):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    parser.add_argument("--normalization", default="LayerNorm")
-    parser.add_argument("--cuda-graph-impl", default="none")
-    for name in (
-        "swiglu", "bf16", "use-distributed-optimizer", "sequence-parallel", "add-qkv-bias",
-        "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
-        "enable-cuda-graph", "external-cuda-graph",
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _UNKNOWN:
-        if name in _UNKNOWN_SIZES:
-            parser.add_argument(f"--{name}", type=int)
-        else:
-            parser.add_argument(f"--{name}", action="store_true")
-    try:
-        known = parser.parse_known_args(list(text))[0]
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
-    missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
-    if missing:
-        raise ValueError(f"the flags lack {', '.join(missing)}")
-    for name, value in vars(known).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            most = MAX_LAYERS if name == "num_layers" else MOST
-            require_number(f"--{name.replace('_', '-')}", value, 1, most)
-    _require_whole_heads(known)
-    _require_dense_gpt(known)
-    return known
-
-
-def _require_whole_heads(known: argparse.Namespace) -> None:
-    hidden, heads = known.hidden_size, known.num_attention_heads
-    if hidden % heads:
-        raise ValueError(
-            f"--hidden-size={hidden} must be a multiple of --num-attention-heads={heads}; try "
-            f"{-(-hidden // heads) * heads}"
-        )
-
-
-def _require_dense_gpt(known: argparse.Namespace) -> None:
-    """Raise ValueError for flags with which a rank holds what no formula here tells."""
-    given = {name: getattr(known, name.replace("-", "_")) for name in _UNKNOWN}
-    if given["kv-channels"] == known.hidden_size // known.num_attention_heads:
-        given["kv-channels"] = None
-    if given["context-parallel-size"] == 1:
-        given["context-parallel-size"] = None
-    names = [f"--{name}" for name, value in given.items() if value]
-    if names:
-        raise ValueError(
-            f"{', '.join(names)}: dsx memory plans dense GPTs in fp32 or bf16, with heads of "
-            "hidden / heads channels and optimizer states on the accelerator; leave the flags out "
-            "to plan such a model"
-        )
-
-
-def _model(known: argparse.Namespace) -> GPT:
-    multiple = known.make_vocab_size_divisible_by * known.tensor_model_parallel_size
-    groups = known.num_query_groups if known.group_query_attention else None
-    is_learned = known.position_embedding_type == "learned_absolute"
-    return GPT(
-        layers=known.num_layers,
-        hidden=known.hidden_size,
-        ffn=known.ffn_hidden_size or 4 * known.hidden_size,
-        heads=known.num_attention_heads,
-        groups=groups or known.num_attention_heads,
-        vocabulary=-(-known.vocab_size // multiple) * multiple,
-        positions=(known.max_position_embeddings or known.seq_length) if is_learned else None,
-        is_gated=known.swiglu,
-        has_bias=not known.disable_bias_linear,
-        has_qkv_bias=known.add_qkv_bias,
-        is_rms_norm=known.normalization == "RMSNorm",
-        is_tied=not known.untie_embeddings_and_output_weights,
-    )
-
-
 def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
     tensor, pipeline = known.tensor_model_parallel_size, known.pipeline_model_parallel_size
-    ranks = tensor * pipeline if ranks is None else ranks
-    if ranks % (tensor * pipeline):
-        raise ValueError(f"--ranks {ranks} is no multiple of tensor {tensor} x pipeline {pipeline}")
+    context, expert = known.context_parallel_size, known.expert_model_parallel_size
+    own = known.expert_tensor_parallel_size
+    of_dense, of_experts = tensor * context, expert * (own or tensor)
+    least = pipeline * (math.lcm(of_dense, of_experts) if known.num_experts else of_dense)
+    ranks = least if ranks is None else ranks
+    if ranks % least:
+        dense = f"tensor {tensor} x pipeline {pipeline}"
+        dense += f" x context {context}" if context > 1 else ""
+        words = f" and of expert {expert} x expert tensor {own or tensor} x pipeline {pipeline}"
+        raise ValueError(f"--ranks {ranks} is no multiple of {dense}{words if expert > 1 else ''}")
     return Cluster(
         pipeline=pipeline,
         tensor=tensor,
-        data=ranks // (tensor * pipeline),
+        data=ranks // (pipeline * of_dense),
         is_bf16=known.bf16,
         is_sharded=known.use_distributed_optimizer,
         is_sequence_parallel=known.sequence_parallel,
         captured_by=_captured_by(known),
+        context=context,
+        expert=expert,
+        expert_tensor=own,
+        split=split_of(known),
     )
 
 
@@ -247,6 +211,12 @@ def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
                 f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
                 f"accelerator only; leave {key} out to see what it would take there"
             )
+    stages: Any = (document.get("pipeline") or {}).get("stages", "auto")
+    if stages not in ("auto", None, 1):
+        raise ValueError(
+            f"pipeline.stages={stages!r}: dsx memory knows no DeepSpeed pipelines; leave "
+            "it out to see a model whose ranks hold all layers"
+        )
     if "grad_accum_dtype" in document.get("data_types", {}):
         raise ValueError(
             "data_types.grad_accum_dtype: dsx memory knows gradients in the weights' type only; "
@@ -268,36 +238,72 @@ def _batch(known: argparse.Namespace) -> Batch:
     return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
 
 
-def stage_shapes(
-    model: GPT, cluster: Cluster, stage: Stage
-) -> tuple[list[ParameterShape], list[list[ParameterShape]]]:
-    """Return what the stage's ranks train together, and each tensor-parallel rank's part."""
-    weights = model.weights(stage, cluster.tensor)
-    together: list[ParameterShape] = []
-    parts: list[list[ParameterShape]] = [[] for _ in range(cluster.tensor)]
-    for weight in weights:
-        for rank in range(cluster.tensor):
-            part = weight.on((rank, cluster.tensor))
-            parts[rank].append(part)
-            if weight.split is not None or rank == 0:
-                together.append(part)
-    return together, parts
+def stage_weights(model: GPT, cluster: Cluster, stage: Stage) -> list[Weight]:
+    """Return a rank's weights of a stage, tensors whole; ValueError if they are not cut so."""
+    layers = [layer for chunk in cluster.layers(model)[stage.index] for layer in chunk]
+    return model.weights(stage, cluster.division, layers)
 
 
-def inner_of(model: GPT, cluster: Cluster, stage: Stage, held: int, batch: Batch) -> InnerMemory:
-    """Return what the inner engine takes on a rank of a stage that holds so many elements."""
-    activations = inner_memory.recomputed_activations(
-        batch.sequence,
+def stage_shapes(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterShape]:
+    """Return what the stage's ranks train together, every slice and every rank's experts apart."""
+    found: list[ParameterShape] = []
+    for weight in stage_weights(model, cluster, stage):
+        if weight.is_expert:
+            found += [
+                weight.on((slice_number, cluster.slices_of_experts), (rank, cluster.expert))
+                for rank in range(cluster.expert)
+                for slice_number in range(cluster.slices_of_experts)
+            ]
+        else:
+            slices = 1 if weight.split is None else cluster.tensor
+            found += [weight.on((rank, cluster.tensor)) for rank in range(slices)]
+    return found
+
+
+def held_on_rank(model: GPT, cluster: Cluster, stage: Stage) -> tuple[int, int]:
+    """Return the elements of dense weights, and of experts, that each rank of a stage holds.
+
+    With a tied copy of the embedding, which the last stage does not synchronise.
+    """
+    dense = experts = 0
+    for weight in stage_weights(model, cluster, stage):
+        if weight.is_expert:
+            experts += weight.on((0, cluster.slices_of_experts)).numel
+        else:
+            dense += weight.on((0, cluster.tensor)).numel
+    if model.is_tied and 0 < stage.index == stage.count - 1:
+        dense += model.vocabulary * model.hidden // cluster.tensor
+    return dense, experts
+
+
+def inner_of(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> InnerMemory:
+    """Return what the inner engine takes on a rank of a stage."""
+    dense, experts = held_on_rank(model, cluster, stage)
+    activations = _activations(model, cluster, stage, batch)
+    if cluster.zero_stage is not None:
+        return inner_memory.deepspeed(
+            dense + experts, cluster.is_bf16, cluster.zero_stage, cluster.data, activations
+        )
+    shards = cluster.shards if cluster.is_sharded else 1
+    shards_of_experts = cluster.shards_of_experts if cluster.is_sharded else 1
+    of_dense = inner_memory.megatron(dense, cluster.is_bf16, shards, activations)
+    return of_dense + inner_memory.megatron(experts, cluster.is_bf16, shards_of_experts)
+
+
+def _activations(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> int:
+    chunks, experts = cluster.layers(model)[stage.index], model.experts
+    layers = [layer for chunk in chunks for layer in chunk]
+    routed = None
+    if experts is not None and any(experts.layers[layer] for layer in layers):
+        width = experts.ffn * (3 if model.is_gated else 2)
+        routed = inner_memory.Routed(experts.top, width, experts.shared or 0)
+    return inner_memory.recomputed_activations(
+        -(-batch.sequence // cluster.context),
         batch.micro_batch,
         model.hidden,
-        model.layers // cluster.pipeline,
+        len(layers),
         stage.count - stage.index,
         cluster.tensor,
         cluster.is_sequence_parallel,
-    )
-    if cluster.zero_stage is None:
-        sharing = cluster.data if cluster.is_sharded else 1
-        return inner_memory.megatron(held, cluster.is_bf16, sharing, activations)
-    return inner_memory.deepspeed(
-        held, cluster.is_bf16, cluster.zero_stage, cluster.data, activations
+        routed,
     )

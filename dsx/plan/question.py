@@ -13,12 +13,12 @@ from dsx.compress.quantized import Quantized
 from dsx.config.files import read_any_json
 from dsx.config.schema import preset
 from dsx.plan.budget import Budget
-from dsx.plan.candidates import MOST_CLUSTERS, Question
+from dsx.plan.candidates import Question
 from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
-from dsx.plan.link import Costs, Link, read_codec_figures
+from dsx.plan.given import BOUNDS, Given, require_sense
+from dsx.plan.link import Costs, Link, read_codec_figures, read_launch_figures
 from dsx.plan.model import (
-    MOST_PARAMETERS,
     PlannedModel,
     from_files,
     from_numels,
@@ -26,70 +26,10 @@ from dsx.plan.model import (
     from_sizes,
 )
 from dsx.plan.model_files import read_model
-from dsx.plan.published.scenario import require_number
 
 USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
-_BOUNDS = {
-    "params": (1, MOST_PARAMETERS),
-    "layers": (1, 10_000),
-    "hidden": (1, 10**6),
-    "gpus_per_cluster": (1, 10**6),
-    "step_seconds": (1e-6, 1e9),
-    "mfu": (0.001, 1),
-    "tokens_per_step": (1, 1e15),
-    "gbps": (1e-9, 1e9),
-    "latency_ms": (0, 1e9),
-    "clusters": (2, MOST_CLUSTERS),
-    "target": (0.1, 99.99),
-    "memory_limit": (1e-6, 1e9),
-    "max_interval": (5, 10**6),
-    "egress_price": (0, 1e6),
-    "gpu_hour_price": (0, 1e6),
-    "steps": (1, 1e12),
-    "mtbf": (0.01, 1e6),
-    "heal_seconds": (0, 1e9),
-}
-_GOES_WITH = {
-    "mfu": "gpu",
-    "tokens_per_step": "gpu",
-    "model": "deepspeed",
-    "layers": "params",
-    "hidden": "params",
-    "heal_seconds": "mtbf",
-}
-
-
-@dataclass(frozen=True)
-class Given:
-    """The command line, as typed."""
-
-    from_run: Path | None = None
-    megatron: Path | None = None
-    deepspeed: Path | None = None
-    model: Path | None = None
-    params: float | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    gpus_per_cluster: int | None = None
-    step_seconds: float | None = None
-    gpu: str | None = None
-    mfu: float | None = None
-    tokens_per_step: float | None = None
-    gbps: float | None = None
-    latency_ms: float | None = None
-    link: Path | None = None
-    clusters: int | None = None
-    target: float = 95.0
-    codec: Path | None = None
-    memory_limit: float | None = None
-    max_interval: int = 1000
-    egress_price: float | None = None
-    gpu_hour_price: float | None = None
-    steps: float | None = None
-    mtbf: float | None = None
-    heal_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +43,7 @@ class Read:
 
 def read_question(given: Given) -> Read:
     """Read everything; ValueError with what is missing, or given twice."""
-    _require_sense(given)
+    require_sense(given)
     facts: list[str] = []
     run = None if given.from_run is None else _run(given, facts)
     model = _model(given, run, facts)
@@ -128,29 +68,10 @@ def read_question(given: Given) -> Read:
         _count(given.link, "streams") or 1,
     )
     budget = Budget(
-        given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds
-    )
+        given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds,
+        given.save_every, given.save_seconds,
+    )  # fmt: skip
     return Read(question, facts, budget)
-
-
-def _require_sense(given: Given) -> None:
-    """Raise ValueError for a number out of bounds, and for an option that would be ignored."""
-    for name, (least, most) in _BOUNDS.items():
-        value = getattr(given, name)
-        if value is not None:
-            require_number(_option(name), value, least, most)
-    for name, other in _GOES_WITH.items():
-        if getattr(given, name) is not None and getattr(given, other) is None:
-            raise ValueError(
-                f"{_option(name)} goes with {_option(other)}, and would be ignored: leave it out, "
-                f"or give {_option(other)}"
-            )
-    if given.gbps is not None and given.link is not None:
-        raise ValueError("--gbps and --link give the line twice; leave one out")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _clusters(given: Given, run: RunFigures | None) -> int:
@@ -248,17 +169,17 @@ def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
         tokens = model.files.batch.sequences_per_step * model.files.batch.sequence
     if tokens is None:
         raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
-    peak = PEAK_FLOPS[given.gpu]
-    seconds = 6 * model.numel * tokens / (model.ranks * peak * mfu)
-    least, most = _BOUNDS["step_seconds"]
+    peak, active = PEAK_FLOPS[given.gpu], model.active_numel
+    seconds = 6 * active * tokens / (model.ranks * peak * mfu)
+    least, most = BOUNDS["step_seconds"]
     if not least <= seconds <= most:
         raise ValueError(
             f"--gpu {given.gpu} makes {seconds:.4g} s of a step of {tokens:g} tokens, which must "
             f"be {least:g} to {most:g}; check --tokens-per-step and --gpus-per-cluster"
         )
     facts.append(
-        f"step: {seconds:.4g} s, estimated: 6 x {model.numel:.4g} parameters x {tokens:.4g} tokens "
-        f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"
+        f"step: {seconds:.4g} s, estimated: 6 x {active:.4g} parameters x {tokens:.4g} tokens / ("
+        f"{model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"
     )
     return seconds
 
@@ -297,11 +218,18 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     costs = Costs() if given.codec is None else read_codec_figures(read_any_json(given.codec))
     if given.codec is None:
         facts.append("codecs: one core per rank at the documented speeds; --codec measures")
+    if given.launch is not None:
+        blocking = read_launch_figures(read_any_json(given.launch))
+        costs = replace(costs, blocking_seconds_per_element=blocking)
+        facts.append(
+            f"training thread: {1e9 * blocking:.3g} ns per element of a rank at launch and apply, "
+            f"measured ({given.launch})"
+        )
     if run is None:
         return costs
     if run.coding_seconds_per_element is not None:
         costs = _with_coding(costs, run, given.codec, facts)
-    if run.blocking_seconds_per_element is not None:
+    if run.blocking_seconds_per_element is not None and given.launch is None:
         facts.append(
             f"blocking: {1e9 * run.blocking_seconds_per_element:.3g} ns of the training thread per "
             "element of a rank, at launch and apply"

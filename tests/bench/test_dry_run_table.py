@@ -19,8 +19,10 @@ PAGE = ROOT / "docs" / "results" / "dry-run.md"
     [
         pytest.param("llama_70b", 32, marks=pytest.mark.ci),
         pytest.param("qwen_107b", 8, marks=pytest.mark.ci),
+        pytest.param("qwen_235b_a22b", 2, marks=pytest.mark.ci),
         *(pytest.param("llama_70b", c, marks=pytest.mark.slow) for c in (2, 8, 128)),
         *(pytest.param("qwen_107b", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
+        *(pytest.param("qwen_235b_a22b", c, marks=pytest.mark.slow) for c in (8, 32, 128)),
     ],
 )
 @needs("megatron")

@@ -90,7 +90,7 @@ def test_plans_are_what_small_models_hold(
 ) -> None:
     stage, precision = kind
     cluster = Cluster(data=2, is_bf16=precision == "bf16", zero_stage=stage)
-    plan = plan_stage(MODEL, cluster, Stage(), load_config({"dsx": BLOCK}), Batch(20, 1))
+    plan = plan_stage(MODEL, cluster, Stage(), load_config({"dsx": BLOCK}), Batch(20, 1), False)
     own = [rank[KINDS.index(kind)] for rank in ranks[:2]]
     largest = max(own, key=lambda r: (r["outer"]["anchor"], r["outer"]["work_space"]))
     expected = {

@@ -99,6 +99,33 @@ def test_where_nobody_comes_back_all_begin_again() -> None:
     assert bill.goodput == pytest.approx(expected)
 
 
+def test_saves_hold_all_up_and_are_what_a_restart_goes_back_to() -> None:
+    candidate, question = first(4, "recommended")
+    found = candidate.prediction
+    step = found.round_seconds / found.steps_per_round
+    share = 1000 * step / (1000 * step + 30)
+    saves = Budget(gpu_hour_price=1.0, steps=1e5, save_every=1000, save_seconds=30)
+    bill, without = (bill_of(candidate, question, b) for b in (saves, Budget(1.0, 1.0, 1e5)))
+    assert bill.goodput == pytest.approx(found.utilization * share)
+    assert bill.days is not None and without.days is not None
+    assert bill.days == pytest.approx(without.days / share)
+    assert bill.gpu_price == pytest.approx(32 * 24 * bill.days)
+    lossy = replace(saves, mtbf_hours=10, heal_seconds=600)
+    unsaved = bill_of(candidate, question, replace(lossy, save_every=None, save_seconds=None))
+    both = bill_of(candidate, question, lossy)
+    assert both.goodput == pytest.approx((unsaved.goodput or 0) * share)
+    restarted, asked = first(4, "dreamddp")
+    told = bill_of(restarted, asked, replace(lossy, save_seconds=0.0))
+    own = restarted.prediction
+    again = 500 * own.round_seconds / own.steps_per_round
+    expected = own.utilization * 36000 / (36000 + 4 * (600 + again))
+    assert told.goodput == pytest.approx(expected)
+    parallel = Search(question).data_parallel()
+    day = data_parallel_bill(parallel, question, saves)
+    waited = 1000 * parallel.round_seconds / (1000 * parallel.round_seconds + 30)
+    assert day.days == pytest.approx(1e5 * parallel.round_seconds / waited / DAY)
+
+
 def test_data_parallel_is_priced_beside_it() -> None:
     _, question = first(4, "diloco")
     found = Search(question).data_parallel()
@@ -113,6 +140,8 @@ def test_the_table_has_the_columns_that_were_asked_for() -> None:
     priced = call("--top", "2", "--egress-price", "0.05", "--mtbf", "100").stdout
     assert "goodput" in priced and "cost per" in priced and "days" not in priced
     assert "0.05 a GB that leaves a cluster" in priced and "once in 100 h" in priced
+    saved = call("--top", "2", "--save-every", "100", "--save-seconds", "5").stdout
+    assert "goodput" in saved and "every 100 steps training waits 5 s" in saved
     run = call("--top", "2", "--gpu-hour-price", "2", "--steps", "1e5").stdout
     assert "days" in run and "the run" in run and "32 accelerators at 2 an hour" in run
     assert "data parallel over this line" in run and "days and " in run
@@ -132,6 +161,8 @@ def test_json_has_the_budget_and_each_bill() -> None:
         (["--egress-price", "-1"], "--egress-price=-1 must be 0 to 1000000"),
         (["--mtbf", "0"], "--mtbf=0 must be 0.01 to 1000000"),
         (["--heal-seconds", "60"], "--heal-seconds goes with --mtbf"),
+        (["--save-every", "100"], "--save-every goes with --save-seconds"),
+        (["--save-seconds", "1"], "--save-seconds goes with --save-every"),
         (["--steps", "0"], "--steps=0 must be 1 to"),
         (["--gpu-hour-price", "nan"], "--gpu-hour-price=nan must be"),
     ],

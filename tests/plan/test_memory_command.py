@@ -43,10 +43,10 @@ def plan_files(directory: Path, flags: str, deepspeed: dict[str, Any] | None = N
     "more",
     [
         "--fp16",
-        "--num-experts 8",
-        "--kv-channels 128",
-        "--context-parallel-size 2",
         "--optimizer-cpu-offload",
+        "--pipeline-model-parallel-layout Et*4L",
+        "--mtp-num-layers 1",
+        "--moe-use-legacy-grouped-gemm",
     ],
 )
 def test_flags_that_change_what_a_rank_holds_are_refused(tmp_path: Path, more: str) -> None:
@@ -84,6 +84,7 @@ def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "'auto'"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages=2"),
     ],
 )
 def test_keys_that_change_what_a_rank_holds_are_refused(
@@ -105,7 +106,9 @@ def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
     block = {"preset": "diloco", "clusters": {"num_clusters": 2}, **schedule}
     config = load_config({"dsx": block})
     plans = {
-        zero: plan_stage(MODEL, Cluster(data=8, zero_stage=zero), Stage(), config, Batch(32, 1))
+        zero: plan_stage(
+            MODEL, Cluster(data=8, zero_stage=zero), Stage(), config, Batch(32, 1), False
+        )
         for zero in (0, 1, 3)
     }
     run = -(-MODEL.numel // 8)

@@ -170,6 +170,31 @@ def test_files_sizes_and_estimates_agree() -> None:
     assert found["candidates"][0]["utilization"] >= 0.95
 
 
+def test_what_the_training_thread_does_is_in_the_utilization(tmp_path: Path) -> None:
+    """Twice the launch and apply of the largest size, by the slowest codec, per element."""
+    figures = [
+        {"numel": 10, "launch_ms": 1e9, "apply_ms": 1e9},
+        {"numel": 10**8, "launch_ms": 100.0, "apply_ms": 200.0},
+        {"numel": 10**8, "launch_ms": 100.0, "apply_ms": 300.0},
+    ]
+    path = tmp_path / "launch.json"
+    path.write_text(json.dumps(figures))
+    asked = ["--params", "8e9", "--layers", "8", "--gpus-per-cluster", "8", "--gbps", "1000"]
+    asked += ["--clusters", "2", "--step-seconds", "2", "--target", "1"]
+    without, found = answer(*asked), answer(*asked, "--launch", str(path))
+    assert any("4 ns per element of a rank" in fact for fact in found["facts"])
+    for row, free in zip(found["candidates"], without["candidates"], strict=True):
+        if (row["preset"], row["interval"]) == (free["preset"], free["interval"]) == ("diloco", 5):
+            more = row["round_seconds"] - free["round_seconds"]
+            assert more == pytest.approx(1e9 * 4e-9)
+            break
+    else:
+        raise AssertionError("no row of diloco at H 5")
+    path.write_text("[]")
+    with pytest.raises(AssertionError, match="write it by dsx bench launch --json"):
+        answer(*asked, "--launch", str(path))
+
+
 def test_what_a_plan_writes(tmp_path: Path) -> None:
     record, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     line = ["--gbps", "2", "--latency-ms", "20", "--top", "3"]

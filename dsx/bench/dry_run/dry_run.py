@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,9 @@ from dsx.plan.predict import predict
 from dsx.plan.start_time import start_model
 from dsx.training.divergence import refuse_stages
 
-_EQUAL = "pipelines but of equal stages, one chunk on each"
 _BUCKETS = "gradients cut into buckets, by which ranks own other parameters"
 # flags that lay out a model or its masters otherwise than what is built, and what that is
 _NOT_BUILT = {
-    "--num-layers-per-virtual-pipeline-stage": _EQUAL,
-    "--num-virtual-stages-per-pipeline-rank": _EQUAL,
-    "--decoder-first-pipeline-num-layers": _EQUAL,
-    "--decoder-last-pipeline-num-layers": _EQUAL,
-    "--pipeline-model-parallel-layout": _EQUAL,
-    "--account-for-embedding-in-pipeline-split": _EQUAL,
-    "--account-for-loss-in-pipeline-split": _EQUAL,
     "--overlap-grad-reduce": _BUCKETS,
     "--ddp-bucket-size": _BUCKETS,
     "--ddp-num-buckets": _BUCKETS,
@@ -69,6 +61,12 @@ class DryRun:
         """All parameters that the ranks serve, each once."""
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         return sum(f.numel for rank in ranks for f in rank.built.fragments)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token goes through: of experts only the ones that take it."""
+        model = self.files.model
+        return self.parameters - model.numel + model.active_numel
 
     @property
     def num_clusters(self) -> int:
@@ -142,6 +140,7 @@ class DryRun:
         sockets = max(rank.connections(clusters, streams) for rank in ranks)
         return {
             "params": self.parameters,
+            "active_params": self.active_parameters,
             "ranks": self.files.cluster.ranks,
             "clusters": clusters,
             "built_stages": list(self.built),
@@ -187,7 +186,7 @@ def build(asked: Asked) -> DryRun:
         _require_built(asked.source)
         built = {stage: _megatron_stage(files, config, stage) for stage in wanted}
     count = files.cluster.pipeline
-    stages = [built[_like(i, built)].at(Stage(i, count)) for i in range(count)]
+    stages = [built[_like(i, built, files)].at(Stage(i, count)) for i in range(count)]
     return DryRun(asked, files, config, stages, sorted(built))
 
 
@@ -202,31 +201,38 @@ def _megatron_stage(files: ModelFiles, config: DsxConfig, stage: int) -> StageFi
     return figures_of(ranks, config)
 
 
-def _like(stage: int, built: Mapping[int, StageFigures]) -> int:
-    """Return the built stage that a stage is like: itself, or one between the first and last."""
-    if stage in built:
-        return stage
-    count = next(iter(built.values())).stage.count
-    return min(i for i in built if 0 < i < count - 1)
+def _kind(stage: int, files: ModelFiles) -> tuple[bool, bool, tuple[bool, ...]]:
+    """Return what stages that are alike have in common: first, last, which layers have experts."""
+    count, experts = files.cluster.pipeline, files.model.experts
+    layers = [layer for chunk in files.cluster.layers(files.model)[stage] for layer in chunk]
+    has = tuple(experts is not None and experts.layers[layer] for layer in layers)
+    return stage == 0, stage == count - 1, has
+
+
+def _like(stage: int, built: Iterable[int], files: ModelFiles) -> int:
+    """Return the built stage that a stage is like, the first of them if it is not built itself."""
+    kind = _kind(stage, files)
+    return stage if stage in built else min(i for i in built if _kind(i, files) == kind)
 
 
 def _stages(build: Sequence[int] | None, files: ModelFiles) -> list[int]:
     """Return the stages to build; ValueError where one that is not built is like none that is."""
     cluster = files.cluster
-    count, together = cluster.pipeline, cluster.tensor * cluster.data
+    count, together = cluster.pipeline, cluster.ranks_per_stage
+    kinds: dict[object, int] = {}
+    for stage in (count // 2, *range(count)):  # a middle one, where several are alike
+        kinds.setdefault(_kind(stage, files), stage)
     if build is None:
-        return sorted({0, count // 2, count - 1})
+        return sorted(kinds.values())
     for rank in build:
         if not 0 <= rank < cluster.ranks:
             raise ValueError(f"--build {rank}: a cluster has ranks 0 to {cluster.ranks - 1}")
     found = {rank // together for rank in build}
-    needed = {0, count - 1}
-    is_middle = count < 3 or any(0 < stage < count - 1 for stage in found)
-    if not needed <= found or not is_middle:
-        usual = ",".join(str(s * together) for s in sorted({0, count // 2, count - 1}))
+    if not set(kinds) <= {_kind(stage, files) for stage in found}:
+        usual = ",".join(str(stage * together) for stage in sorted(kinds.values()))
         raise ValueError(
-            f"--build {','.join(map(str, build))}: the first, the last and, of more than two, a "
-            f"middle pipeline stage have to be among them, as no others are like these; try {usual}"
+            f"--build {','.join(map(str, build))}: of pipeline stages that are alike one has to be "
+            f"among them, as no others are like the first, the last and those between; try {usual}"
         )
     return sorted(found)
 

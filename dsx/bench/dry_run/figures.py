@@ -21,6 +21,7 @@ from dsx.compress.wire.compiled import unavailable
 from dsx.config.schema import DsxConfig
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Stage
+from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.state import StateStore
 from dsx.outer.whole_matrices import plan_gathers, wires_of
@@ -91,8 +92,13 @@ class StageFigures:
         return replace(self, stage=stage, ranks=ranks)
 
 
-def figures_of(built: Sequence[BuiltRank], config: DsxConfig) -> StageFigures:
-    """Return the figures of a stage all of whose ranks have been built."""
+def figures_of(
+    built: Sequence[BuiltRank], config: DsxConfig, has_accelerators: bool = True
+) -> StageFigures:
+    """Return the figures of a stage all of whose ranks have been built.
+
+    `has_accelerators`: outer steps are taken there, where the state is, with more hashed at a time.
+    """
     method, clusters = config.method, config.clusters.num_clusters
     layouts = [rank.fragments for rank in built]
     wires = [list(layout) for layout in layouts]
@@ -109,8 +115,9 @@ def figures_of(built: Sequence[BuiltRank], config: DsxConfig) -> StageFigures:
         return predict(method, own.fragments, own.num_tensors, wires[index], clusters).total
 
     largest = max(range(len(built)), key=outer_state)
-    memory, saved = _held(config, layouts, ranks[largest], largest)
     place = config.state.device
+    is_there = has_accelerators and place == "masters"
+    memory, saved = _held(config, layouts, ranks[largest], largest, is_there)
     launched = 4 * launched_together(config, built[largest].fragments)
     on_device = memory.on_device(place) + (launched if place == "masters" else 0)
     return StageFigures(
@@ -143,7 +150,11 @@ def _bytes_of(
 
 
 def _held(
-    config: DsxConfig, layouts: Sequence[Sequence[Fragment]], rank: RankFigures, shard: int
+    config: DsxConfig,
+    layouts: Sequence[Sequence[Fragment]],
+    rank: RankFigures,
+    shard: int,
+    is_on_accelerator: bool,
 ) -> tuple[OuterMemory, int]:
     """Return what a rank's outer state takes, and the bytes that it saves, none under way."""
     method, clusters = config.method, config.clusters.num_clusters
@@ -152,7 +163,9 @@ def _held(
     together, place = (layouts, shard) if is_whole else ([own.fragments], 0)
     gathers = plan_gathers(together, place, compression.takes, None)
     in_cluster = own.buffer_bytes + sum(gather.buffer_bytes for gather in gathers)
-    said = predict(method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster)
+    said = predict(
+        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster, is_on_accelerator
+    )
     adapter: Any = SimpleNamespace(
         fragments=own.fragments, device=torch.device("cpu"), pins_host_memory=False
     )
@@ -161,11 +174,13 @@ def _held(
         seat = Seat.of(0, clusters, shard)
         state = StateStore(method, adapter, own.num_tensors, rank.wire, seat)
         given = state.allocator.given
-        kept = [
-            tensor.numel() * tensor.element_size()
-            for fragment in own.fragments
-            for tensor in state.named_state(fragment.id).values()
-        ]
+        kept: list[torch.Tensor] = []
+        for fragment in own.fragments:
+            kept += state.named_state(fragment.id).values()
+            if method.guards:
+                kept.append(sample_of(torch.empty(fragment.numel)))
     masters = 4 * sum(fragment.numel for fragment in own.fragments)
-    saved = sum(kept) + (masters if method.delay.export == "mean" else 0)
+    saved = sum(tensor.nbytes for tensor in kept) + (
+        masters if method.delay.export == "mean" else 0
+    )
     return replace(said, **{name: given.get(name, 0) for name in _AT_THE_START}), saved

@@ -13,14 +13,15 @@ from dsx.plan.start_time import start_model
 def show(run: DryRun, console: Console) -> None:
     """Print it."""
     cluster, config, record = run.files.cluster, run.config, run.record()
+    is_mixture = run.files.model.experts is not None
+    active = f", {run.active_parameters / 1e9:.4g} B active" if is_mixture else ""
     _say(
         console,
-        f"{run.parameters / 1e9:.4g} B parameters; {run.num_clusters} clusters of {cluster.ranks} "
-        f"ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data {cluster.data}); "
-        f"{config.preset}, outer state {config.state.where}",
+        f"{run.parameters / 1e9:.4g} B parameters{active}; {run.num_clusters} clusters of "
+        f"{cluster.ranks} ranks ({cluster}); {config.preset}, outer state {config.state.where}",
     )
     named = f": pipeline stages {', '.join(map(str, run.built))}" if len(run.stages) > 1 else ""
-    like = "" if len(run.built) == len(run.stages) else "; the others are like the middle one"
+    like = "" if len(run.built) == len(run.stages) else "; the others are like one of them"
     _say(console, f"built with {cluster.engine}'s own objects{named}{like}")
     console.print(_table(run))
     if run.sends_all_once:

@@ -8,7 +8,9 @@ and what on the host and on disk is told apart, because that can be chosen (`sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
@@ -17,7 +19,14 @@ from dsx.outer.memory import OuterMemory, StatePlace, predict
 from dsx.outer.whole_matrices import MatrixGather, plan_gathers, share_out
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
-from dsx.plan.model_files import Batch, Cluster, inner_of, stage_shapes
+from dsx.plan.model_files import (
+    Batch,
+    Cluster,
+    held_on_rank,
+    inner_of,
+    stage_shapes,
+    stage_weights,
+)
 
 _SHARE_CHUNK = 1 << 24  # of engines/replicated.py
 Pieces = Mapping[str, tuple[tuple[int, ...], int]]
@@ -61,24 +70,31 @@ class RankMemory:
 
 
 def plan_stage(
-    model: GPT, cluster: Cluster, stage: Stage, config: DsxConfig, batch: Batch
+    model: GPT,
+    cluster: Cluster,
+    stage: Stage,
+    config: DsxConfig,
+    batch: Batch,
+    has_accelerators: bool = True,
 ) -> RankMemory:
-    """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so."""
-    method = config.method
-    shapes, own_by_tensor_rank = stage_shapes(model, cluster, stage)
+    """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so.
+
+    `has_accelerators`: outer steps are taken there, where the state is, with more hashed at a time.
+    """
+    method, place = config.method, config.state.device
+    shapes = stage_shapes(model, cluster, stage)
     assignment = assign_stage(method.fragments, shapes, stage)
     wholes = {p.name: p.shape for p in shapes}
+    held = _held_by_rank(model, cluster, stage)
     layouts = [
         lay_out(assignment, pieces, wholes, stage.index)
-        for pieces in _pieces_by_rank(cluster, assignment, wholes, own_by_tensor_rank)
+        for pieces in _pieces_by_rank(cluster, assignment, wholes, held)
     ]
     rank = _largest(config, layouts)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
     in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
-    if not _is_sharded(cluster) and cluster.data > 1:
-        run = max(sum(_numel(wholes[n]) for n in names) for names in assignment)
-        chunk = max(1, min(-(-run // cluster.data), _SHARE_CHUNK // cluster.data))
-        in_cluster += 4 * chunk * (cluster.data + 1)
+    if not _is_sharded(cluster):
+        in_cluster += sum(_gathered(runs, assignment, wholes) for runs in held[rank])
     outer = predict(
         method,
         layouts[rank],
@@ -86,16 +102,13 @@ def plan_stage(
         [gather.wire for gather in matrix_gathers],
         config.clusters.num_clusters,
         in_cluster,
+        has_accelerators and place == "masters",
     )
-    held = max(sum(p.numel for p in own) for own in own_by_tensor_rank)
-    if model.is_tied and 0 < stage.index == stage.count - 1:  # a copy, which is not synchronised
-        held += model.vocabulary * model.hidden // cluster.tensor
-    place = config.state.device
     launched = launched_together(config, layouts[rank])
     return RankMemory(
         stage=stage,
-        numel=held,
-        inner=inner_of(model, cluster, stage, held, batch),
+        numel=sum(held_on_rank(model, cluster, stage)),
+        inner=inner_of(model, cluster, stage, batch),
         outer=outer,
         contributions=4 * launched if place == "masters" else 0,
         place=place,
@@ -106,11 +119,51 @@ def _is_sharded(cluster: Cluster) -> bool:
     return cluster.is_sharded if cluster.zero_stage is None else cluster.zero_stage > 0
 
 
+class _Run(NamedTuple):
+    """What ranks hold alike of a stage, of which this one is the `rank`-th of `ranks`."""
+
+    names: AbstractSet[str]
+    rank: int
+    ranks: int
+
+
+def _held_by_rank(model: GPT, cluster: Cluster, stage: Stage) -> list[tuple[_Run, _Run]]:
+    """Return the dense weights and the experts that each rank of the stage is to serve.
+
+    What tensor ranks hold alike is the first one's.
+    """
+    weights = stage_weights(model, cluster, stage)
+    slices = cluster.slices_of_experts
+    found: list[tuple[_Run, _Run]] = []
+    for tensor in range(cluster.tensor):
+        for shard in range(cluster.shards):
+            number = tensor + cluster.tensor * shard
+            slice_number, expert = number % slices, number // slices % cluster.expert
+            dense = {
+                weight.on((tensor, cluster.tensor)).name
+                for weight in weights
+                if not weight.is_expert and (tensor == 0 or weight.split is not None)
+            }
+            experts = {
+                weight.on((slice_number, slices), (expert, cluster.expert)).name
+                for weight in weights
+                if weight.is_expert
+            }
+            at = number // (slices * cluster.expert)
+            found.append(
+                (
+                    _Run(dense, shard, cluster.shards),
+                    _Run(experts, at, cluster.shards_of_experts),
+                )
+            )
+    return found
+
+
 def _pieces_by_rank(
     cluster: Cluster,
     assignment: Sequence[Sequence[str]],
     wholes: Mapping[str, tuple[int, ...]],
-    own_by_tensor_rank: Sequence[Sequence[ParameterShape]],
+    held: Sequence[tuple[_Run, _Run]],
 ) -> list[Pieces]:
     """Return the masters that each rank of the stage serves.
 
@@ -118,22 +171,26 @@ def _pieces_by_rank(
     the fragments (ZeRO-1 and 2), or equal runs of every fragment.
     """
     found: list[Pieces] = []
-    served: set[str] = set()
-    for own in own_by_tensor_rank:
-        names = {p.name for p in own} - served  # what tensor ranks hold alike is the first one's
-        served |= names
-        for rank in range(cluster.data):
-            pieces: dict[str, tuple[tuple[int, ...], int]] = {}
-            rows = [list(wholes)] if cluster.zero_stage in (1, 2) else assignment
+    rows = [list(wholes)] if cluster.zero_stage in (1, 2) else assignment
+    for runs in held:
+        pieces: dict[str, tuple[tuple[int, ...], int]] = {}
+        for names, rank, ranks in runs:
             for fragment in rows:
                 mine = [n for n in fragment if n in names]
-                if cluster.zero_stage == 3:
-                    for name in mine:
-                        _cut(pieces, [name], wholes, rank, cluster.data)
-                else:
-                    _cut(pieces, mine, wholes, rank, cluster.data)
-            found.append(pieces)
+                for row in [[n] for n in mine] if cluster.zero_stage == 3 else [mine]:
+                    _cut(pieces, row, wholes, rank, ranks)
+        found.append(pieces)
     return found
+
+
+def _gathered(
+    runs: _Run, assignment: Sequence[Sequence[str]], wholes: Mapping[str, tuple[int, ...]]
+) -> int:
+    """Return the bytes in which ranks that hold the same gather it, as engines/replicated.py."""
+    most = max(sum(_numel(wholes[n]) for n in names if n in runs.names) for names in assignment)
+    if runs.ranks == 1 or not most:
+        return 0
+    return 4 * min(-(-most // runs.ranks), _SHARE_CHUNK // runs.ranks) * (runs.ranks + 1)
 
 
 def _cut(

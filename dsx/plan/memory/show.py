@@ -73,9 +73,9 @@ def _print(
 ) -> None:
     cluster, config = planned.cluster, planned.config
     console.print(
-        f"{planned.model.numel / 1e9:.1f} B parameters; {config.clusters.num_clusters} clusters of "
-        f"{cluster.ranks} ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data "
-        f"{cluster.data}); {config.preset}, outer state {config.state.where}"
+        f"{planned.model.in_words}; {config.clusters.num_clusters} clusters of {cluster.ranks} "
+        f"ranks ({cluster}); {config.preset}, outer state {config.state.where}",
+        soft_wrap=True,
     )
     if fewer := fewer_than_usual(config.method.fragments, _fragments_of_stages(planned)):
         console.print(fewer)
@@ -107,7 +107,7 @@ def _print(
 def _fragments_of_stages(planned: Planned) -> list[int]:
     count, fragmenter = planned.cluster.pipeline, planned.config.method.fragments
     stages = [Stage(index, count) for index in range(count)]
-    shapes = [stage_shapes(planned.model, planned.cluster, stage)[0] for stage in stages]
+    shapes = [stage_shapes(planned.model, planned.cluster, stage) for stage in stages]
     return [len(assign_stage(fragmenter, own, at)) for own, at in zip(shapes, stages, strict=True)]
 
 

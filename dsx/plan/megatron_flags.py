@@ -1,0 +1,218 @@
+"""A model's sizes and pipeline, out of Megatron's flags; what no formula tells is refused.
+
+Flags that change neither a rank's parameters nor what is kept of them are passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from dsx.plan.gpt_shapes import GPT, Experts
+from dsx.plan.pipeline_split import PipelineSplit
+from dsx.plan.published.scenario import MAX_LAYERS, require_number
+
+MOST = 10**9  # of any size
+_SIZES = (
+    "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size",
+    "ffn-hidden-size", "num-query-groups", "max-position-embeddings", "global-batch-size",
+    "kv-channels", "num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size",
+    "expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank", "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+)  # fmt: skip
+_SIZES_OF_ONE = (
+    "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+    "expert-model-parallel-size", "micro-batch-size",
+)  # fmt: skip
+_SWITCHES = (
+    "swiglu", "bf16", "use-distributed-optimizer", "sequence-parallel", "add-qkv-bias",
+    "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
+    "enable-cuda-graph", "external-cuda-graph", "qk-layernorm", "moe-shared-expert-gate",
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+)  # fmt: skip
+_UNKNOWN_VALUES = ("mtp-num-layers", "moe-latent-size", "pipeline-model-parallel-layout")
+_UNKNOWN = (
+    "fp16", "multi-latent-attention", "optimizer-cpu-offload", "use-precision-aware-optimizer",
+    "moe-use-legacy-grouped-gemm", "moe-router-enable-expert-bias", "attention-output-gate",
+)  # fmt: skip
+
+
+def parse(text: Sequence[str]) -> argparse.Namespace:
+    """Read the sizes among Megatron's flags, with Megatron's defaults.
+
+    ValueError for a missing or senseless one, and for flags whose effect no formula here tells.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for name in _SIZES:
+        parser.add_argument(f"--{name}", type=int)
+    for name in _SIZES_OF_ONE:
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--moe-router-topk", type=int, default=2)
+    parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--normalization", default="LayerNorm")
+    parser.add_argument("--cuda-graph-impl", default="none")
+    for name in _UNKNOWN_VALUES:
+        parser.add_argument(f"--{name}")
+    for name in (*_SWITCHES, *_UNKNOWN):
+        parser.add_argument(f"--{name}", action="store_true")
+    try:
+        known = parser.parse_known_args(list(text))[0]
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+    missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
+    if missing:
+        raise ValueError(f"the flags lack {', '.join(missing)}")
+    for name, value in vars(known).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            most = MAX_LAYERS if name == "num_layers" else MOST
+            require_number(f"--{name.replace('_', '-')}", value, 1, most)
+    _require_told(known)
+    _require_whole_heads(known)
+    _require_whole_experts(known)
+    return known
+
+
+def model_of(known: argparse.Namespace) -> GPT:
+    """Return the model's sizes, the vocabulary padded as Megatron pads it."""
+    multiple = known.make_vocab_size_divisible_by * known.tensor_model_parallel_size
+    groups = known.num_query_groups if known.group_query_attention else None
+    is_learned = known.position_embedding_type == "learned_absolute"
+    return GPT(
+        layers=known.num_layers,
+        hidden=known.hidden_size,
+        ffn=known.ffn_hidden_size or 4 * known.hidden_size,
+        heads=known.num_attention_heads,
+        groups=groups or known.num_attention_heads,
+        vocabulary=-(-known.vocab_size // multiple) * multiple,
+        positions=(known.max_position_embeddings or known.seq_length) if is_learned else None,
+        is_gated=known.swiglu,
+        has_bias=not known.disable_bias_linear,
+        has_qkv_bias=known.add_qkv_bias,
+        is_rms_norm=known.normalization == "RMSNorm",
+        is_tied=not known.untie_embeddings_and_output_weights,
+        channels=known.kv_channels,
+        has_qk_norm=known.qk_layernorm,
+        experts=_experts(known),
+    )
+
+
+def split_of(known: argparse.Namespace) -> PipelineSplit:
+    """Return how layers go to pipeline stages; ValueError for what Megatron refuses."""
+    first, last = known.decoder_first_pipeline_num_layers, known.decoder_last_pipeline_num_layers
+    by_stage, in_chunk = (
+        known.num_virtual_stages_per_pipeline_rank,
+        known.num_layers_per_virtual_pipeline_stage,
+    )
+    counts_embedding = known.account_for_embedding_in_pipeline_split
+    counts_loss = known.account_for_loss_in_pipeline_split
+    chunks = by_stage or 1
+    if in_chunk and not by_stage:
+        if first or last:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage is of equal pipeline stages; with uneven "
+                "ones write --num-virtual-stages-per-pipeline-rank"
+            )
+        counted = known.num_layers + counts_embedding + counts_loss
+        pieces = known.pipeline_model_parallel_size * in_chunk
+        if counted % pieces:
+            raise ValueError(
+                f"{counted} layers do not divide into virtual stages of "
+                f"--num-layers-per-virtual-pipeline-stage {in_chunk} on "
+                f"{known.pipeline_model_parallel_size} pipeline ranks"
+            )
+        chunks = counted // pieces
+    return PipelineSplit(chunks, first, last, counts_embedding, counts_loss)
+
+
+def _require_told(known: argparse.Namespace) -> None:
+    """Raise ValueError for flags with which a rank holds what no formula here tells."""
+    names = [n for n in (*_UNKNOWN_VALUES, *_UNKNOWN) if getattr(known, n.replace("-", "_"))]
+    if names:
+        raise ValueError(
+            f"{', '.join(f'--{name}' for name in names)}: dsx memory plans GPTs in fp32 or bf16, "
+            "with optimizer states on the accelerator; leave the flags out to plan such a model"
+        )
+
+
+def _require_whole_heads(known: argparse.Namespace) -> None:
+    hidden, heads = known.hidden_size, known.num_attention_heads
+    if hidden % heads and known.kv_channels is None:
+        raise ValueError(
+            f"--hidden-size={hidden} must be a multiple of --num-attention-heads={heads}; try "
+            f"{-(-hidden // heads) * heads}"
+        )
+
+
+def _require_whole_experts(known: argparse.Namespace) -> None:
+    """Raise ValueError for experts that Megatron, or dsx with it, does not cut so."""
+    count, parallel = known.num_experts, known.expert_model_parallel_size
+    if count is None:
+        if parallel > 1:
+            raise ValueError(
+                f"--expert-model-parallel-size={parallel} without --num-experts: there is nothing "
+                "to divide; leave it out, or give the number of experts"
+            )
+        return
+    if not known.disable_bias_linear:
+        raise ValueError(
+            f"--num-experts={count}: dsx memory plans experts without biases; add "
+            "--disable-bias-linear"
+        )
+    if count % parallel:
+        raise ValueError(
+            f"--num-experts={count} do not divide over --expert-model-parallel-size={parallel}; "
+            "use a number of ranks that divides them"
+        )
+    if known.moe_router_topk > count:
+        raise ValueError(
+            f"--moe-router-topk={known.moe_router_topk} exceeds --num-experts={count}; try {count}"
+        )
+    own, tensor = known.expert_tensor_parallel_size, known.tensor_model_parallel_size
+    if own not in (None, tensor) and parallel == 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size={own} where every rank holds all experts: use "
+            f"{tensor}, as for dense layers, or --expert-model-parallel-size above 1"
+        )
+
+
+def _experts(known: argparse.Namespace) -> Experts | None:
+    if known.num_experts is None:
+        return None
+    return Experts(
+        known.num_experts,
+        known.moe_ffn_hidden_size or known.ffn_hidden_size or 4 * known.hidden_size,
+        known.moe_router_topk,
+        _with_experts(known.moe_layer_freq, known.num_layers),
+        known.moe_shared_expert_intermediate_size,
+        known.moe_shared_expert_gate,
+    )
+
+
+def _with_experts(frequency: str, num_layers: int) -> tuple[bool, ...]:
+    """Read --moe-layer-freq: one layer in so many, from the first on, or a list as `[0]+[1]*3`."""
+    text = frequency.strip().strip("'\"")
+    if text.isdecimal() and int(text) > 0:
+        return tuple(layer % int(text) == 0 for layer in range(num_layers))
+    found: list[int] = []
+    rest = text.replace(" ", "")
+    while rest.startswith("(") and rest.endswith(")"):
+        rest = rest[1:-1]
+    for term in rest.split("+"):
+        match = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d{1,5}))?\)?", term)
+        if match is None:
+            raise ValueError(
+                f"--moe-layer-freq {frequency!r} is neither a whole number nor a list of a 0 or 1 "
+                "for each layer; write it as [0]*1+[1]*3"
+            )
+        found += [int(word) for word in match[1].split(",")] * int(match[2] or 1)
+    if len(found) != num_layers:
+        raise ValueError(
+            f"--moe-layer-freq {frequency!r} is of {len(found)} layers, not of "
+            f"--num-layers={num_layers}"
+        )
+    return tuple(map(bool, found))
