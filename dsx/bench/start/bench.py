@@ -104,9 +104,12 @@ def starts(jobs: Sequence[Job]) -> Iterator[list[Found]]:
             raise StartFailed(f"the runs do not start: {last}")
 
 
-def _job(num_clusters: int, ranks: int, deadline_seconds: float) -> Job:
-    meeting, *ports = free_low_ports(1 + num_clusters)
-    return Job(num_clusters, ranks, meeting, ports, deadline_seconds)
+def _job(num_clusters: int, ranks: int, deadline_seconds: float, keys: Sequence[str] = ()) -> Job:
+    """Return a start of a size; `keys` are folders of at least so many clusters, over links."""
+    count = num_clusters
+    meeting, *ports = free_low_ports(1 + 2 * count)
+    own, called_at = ports[:count], ports[count:] if keys else ()
+    return Job(count, ranks, meeting, own, deadline_seconds, keys[:count], called_at)
 
 
 def summed(times: Sequence[Sequence[Found]]) -> Measured:
