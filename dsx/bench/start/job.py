@@ -59,14 +59,14 @@ class Found:
     """What one rank has found; `sockets` are those open at the end.
 
     `gateway_seconds` and `gateway_joined` are processor time and connections of the gateway that it
-    has started, over links.
+    has started, over links; 0 of a rank that has none, and None over gloo.
     """
 
     cluster: int
     rank: int
     laps: Sequence[Lap]
     sockets: int
-    gateway_seconds: float = 0.0
+    gateway_seconds: float | None = None
     gateway_joined: int = 0
 
     @classmethod

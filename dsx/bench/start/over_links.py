@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from dsx.comm.world import World
 
 @contextlib.contextmanager
 def keys_of(num_clusters: int) -> Generator[list[str]]:
-    """Yield a folder of keys for each cluster, with the public ones of all."""
+    """Yield a folder of keys for each cluster, with the public ones of all; none for 0."""
+    if not num_clusters:
+        yield []
+        return
     from dsx.comm.links.key_changes import add_key, make_key
 
     with tempfile.TemporaryDirectory(prefix="dsx-bench-start-") as place:
@@ -63,14 +66,16 @@ class Asked:
         return self._count
 
 
-def gateway_of(world: World | None) -> tuple[float, int]:
-    """Return the processor seconds and connections of the gateway that this rank has started."""
-    held: Sequence[object] = () if world is None or world.link is None else world.link.held
-    if not held:
-        return 0.0, 0
+def gateway_of(world: World | None) -> tuple[float | None, int]:
+    """Return the processor seconds and connections of the gateway that this rank has started.
+
+    0 where it has started none, and None over gloo.
+    """
+    if world is None or world.link is None:
+        return None, 0
     from dsx.comm.links.host_port import HostGateway
 
-    for each in held:
+    for each in world.link.held:
         if isinstance(each, HostGateway):
             text = Path(f"/proc/{each.pid}/schedstat").read_text()
             return int(text.split()[0]) / 1e9, each.num_joined
