@@ -14,7 +14,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from dsx.core.waits import waiting_for
 _JOIN = "dsx/join"
 _LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
-_COUNT_SECONDS = 1.0  # between two looks at how many clusters others count
+_EACH_SECONDS = 0.25  # between two looks at each cluster, while not all are there
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,19 @@ def meet(
     peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
     answered: dict[int, str] = {}
     met = {rank_info.cluster_id: hello}
-    until, count_at = time.monotonic() + deadline_seconds, time.monotonic() + _COUNT_SECONDS
+    until = time.monotonic() + deadline_seconds
+    look_at = time.monotonic() + _EACH_SECONDS
     missing = peers
     with waiting_for(lambda: f"{_name(missing)} to join", deadline_seconds):
         while len(met) < rank_info.num_clusters:
+            is_late = time.monotonic() > until
+            looks_at_each = is_late or time.monotonic() > look_at
+            if looks_at_each:
+                look_at = time.monotonic() + _EACH_SECONDS
             unmet = missing if answered else []  # nobody can have answered before
-            answers = _of(store, f"answer/{nonce}", unmet)
-            _answer(store, rank_info, hello, peers, answered)  # who has answered can be answered
+            answers = _of(store, f"answer/{nonce}", unmet, looks_at_each)
+            here = _of(store, "here", peers, looks_at_each)
+            _answer(store, rank_info, hello, here, answered)  # who has answered can be answered
             for peer in peers:
                 if peer in met and met[peer]["nonce"] != answered.get(peer):
                     del met[peer]  # it has been started again, and is yet to answer
@@ -98,10 +104,9 @@ def meet(
             if missing and (found := look()) is not None:
                 raise RunGoesOn(found)
             require_held()
-            if time.monotonic() > count_at:
-                count_at = time.monotonic() + _COUNT_SECONDS
+            if looks_at_each:
                 _require_same_number(store, rank_info, missing)
-            if missing and time.monotonic() > until:
+            if missing and is_late:
                 raise PeerLost(
                     f"{_name(missing)} of {rank_info.num_clusters} did not come within "
                     f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher "
@@ -125,10 +130,17 @@ def refuse_second_host(host: str, port: int) -> None:
         raise refusal_of(0, claimed)
 
 
-def _of(store: dist.Store, prefix: str, peers: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return what is there of some peers: by two requests, once it is there of all."""
+def _of(
+    store: dist.Store, prefix: str, peers: Sequence[int], looks_at_each: bool
+) -> dict[int, dict[str, Any]]:
+    """Return what is there of peers: two requests, once it is there of all.
+
+    Before that nothing, by one request, or what is there, by one for each of them.
+    """
     keys = {peer: f"{prefix}/{peer}" for peer in peers}
     if keys and not store.check([*keys.values()]):
+        if not looks_at_each:
+            return {}
         keys = {peer: key for peer, key in keys.items() if store.check([key])}
     if not keys:
         return {}
@@ -140,12 +152,11 @@ def _answer(
     store: Any,
     rank_info: RankInfo,
     hello: dict[str, Any],
-    peers: Sequence[int],
+    here: Mapping[int, Mapping[str, Any]],
     answered: dict[int, str],
 ) -> None:
-    """Reply to the newest nonces of `peers`, once to each."""
-    newest = {peer: here["nonce"] for peer, here in _of(store, "here", peers).items()}
-    new = {peer: nonce for peer, nonce in newest.items() if answered.get(peer) != nonce}
+    """Reply to the newest nonces of who is `here`, once to each."""
+    new = {p: one["nonce"] for p, one in here.items() if answered.get(p) != one["nonce"]}
     if new:
         keys = [f"answer/{nonce}/{rank_info.cluster_id}" for nonce in new.values()]
         store.multi_set(keys, [json.dumps(hello)] * len(keys))
