@@ -64,8 +64,9 @@ def test_a_fit_finds_the_coefficients_that_rows_were_made_of(true: StartModel) -
     found = fit([row_of(true, c, n) for c, n in SIZES], 1e9, "dsx bench start", "here")
     for name in ("fixed_seconds", "connection_seconds", "request_seconds"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3), name
-    for name in ("first", "shared", "own", "own_first", "gateway"):
+    for name in ("first", "shared", "own", "own_first"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
+    assert (found.gateway or ()) == pytest.approx(true.gateway or (), rel=1e-6)
     assert read_model(found.write()) == found
 
 
