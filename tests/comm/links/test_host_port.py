@@ -11,6 +11,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dsx.comm.interfaces import own_address
 from dsx.comm.links import host_port
 from dsx.comm.links.host_port import HostGateway, Where, open_on_host
 from dsx.comm.links.link import Link
-from dsx.comm.links.meeting import meet_peers, open_meeting, wait_for_peers
+from dsx.comm.links.meeting import Met, meet_peers, open_meeting, wait_for_peers
 from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.topology import RankInfo
@@ -239,3 +240,53 @@ def test_one_that_never_starts_again_is_given_up(
     os.kill(gateway.pid or 0, signal.SIGKILL)
     wait_for(lambda: "given up" in caplog.text)
     assert caplog.text.count("does not start again: port is taken") == 5
+
+
+def test_first_ranks_alone_meet_and_others_have_a_store_of_their_number(stack: ExitStack) -> None:
+    """Two clusters of three ranks: what goes through the gateway is two connections of each."""
+    settings = settings_at(free_port())
+    own = (dist.HashStore(), dist.HashStore())
+    gateways: list[HostGateway] = []
+
+    def run(place: tuple[int, int]) -> tuple[Any, Met]:
+        cluster, rank = place
+        info = RankInfo(cluster, 2, rank, 3)
+        link, where = open_on_host(settings, info, own[cluster], "127.0.0.1", SECONDS)
+        stack.callback(link.close)
+        for held in link.held:
+            if isinstance(held, HostGateway):
+                gateways.append(held)
+                stack.callback(held.close)
+        store: Any = open_meeting(settings, info, link, SECONDS)
+        assert link.process_at((0, 0)) is None or rank == 0
+        met = meet_peers(store, own[cluster], link, where, info, SECONDS)
+        wait_for_peers(link, [1 - cluster], SECONDS)
+        store.set(f"of {cluster}", str(rank))
+        store.wait(["of 0", "of 1"], timedelta(seconds=SECONDS))
+        return store.multi_get(["of 0", "of 1"]), met
+
+    places = [(cluster, rank) for cluster in range(2) for rank in range(3)]
+    with ThreadPoolExecutor(len(places)) as threads:
+        found = dict(zip(places, threads.map(run, places), strict=True))
+    for (cluster, rank), (values, met) in found.items():
+        assert values == [str(rank).encode()] * 2  # of the ranks of one number alone
+        address = settings.address_of(0)
+        assert [met.peers[c][:2] for c in (0, 1)] == [(address, rank), (None, 0)]
+        assert met.processes == found[1 - cluster, rank][1].processes
+    assert gateways[0].num_joined == 2 * 3
+
+
+def test_a_cluster_that_does_not_say_where_its_ranks_are_is_named_by_all(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    own, shared = dist.HashStore(), dist.HashStore()
+    opened: Any = open_ranks(stack, settings, 2)
+
+    def meet(rank: int) -> str:
+        link, where = opened[rank]
+        with pytest.raises(PeerLost) as lost:
+            meet_peers(shared, own, link, where, RankInfo(0, 2, rank, 2), 0.3)
+        return str(lost.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, range(2))
+    assert first == second and first.startswith("where the ranks of cluster(s) 1 can be called")
