@@ -18,7 +18,20 @@ from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 
 if TYPE_CHECKING:
+    from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
+
+
+@dataclass(frozen=True)
+class OwnLink:
+    """A process's link, and where it is called."""
+
+    link: Link
+    where: Where
+
+    def close(self) -> None:
+        """End it."""
+        self.link.close()
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,9 @@ class Way:
         """Of the link: "none" or "curve"."""
         return "none" if self.link is None else self.link.security
 
-    def meet(self, rank_info: RankInfo, deadline_seconds: float) -> tuple[dist.Store, Link | None]:
+    def meet(
+        self, rank_info: RankInfo, deadline_seconds: float
+    ) -> tuple[dist.Store, OwnLink | None]:
         """Return the store that all meet at, and this rank's link; PeerLost if nobody answers."""
         if self.link is None:
             assert self.rendezvous is not None
@@ -49,21 +64,20 @@ class Way:
             return store, None
         require_extra()
         from dsx.comm.links.host_port import open_on_host
-        from dsx.comm.links.meeting import open_meeting, say_where
+        from dsx.comm.links.meeting import open_meeting
 
         link, where = open_on_host(
             self.link, rank_info, None, "127.0.0.1", deadline_seconds, self.interface
         )
-        store: Any = open_meeting(self.link, rank_info, link, "127.0.0.1", deadline_seconds)
-        say_where(store, link, where)
-        return store, link
+        store = open_meeting(self.link, rank_info, link, deadline_seconds)
+        return store, OwnLink(link, where)
 
     def connect(
-        self, store: dist.Store, link: Link | None, name: str, seat: Seat, streams: int,
+        self, store: dist.Store, own: OwnLink | None, name: str, seat: Seat, streams: int,
         deadline_seconds: float,
     ) -> list[Any]:  # fmt: skip
         """Return groups to send by, one per gloo connection; a link's own share one. PeerLost."""
-        if link is None:
+        if own is None:
             try:
                 return connect_gloo(
                     dist.PrefixStore(name, store), seat, timedelta(seconds=deadline_seconds),
@@ -74,10 +88,14 @@ class Way:
             except RuntimeError as error:
                 raise _not_connected(seat, deadline_seconds, error) from error
         from dsx.comm.links.group import LinkGroup
-        from dsx.comm.links.meeting import connect_peers
+        from dsx.comm.links.meeting import meet_peers, wait_for_peers
 
-        connect_peers(store, link, [seat.ids[m] for m in seat.others], deadline_seconds)
-        return [LinkGroup(link, name, seat)]
+        assert self.link is not None
+        alone = RankInfo(seat.cluster_id, seat.num_clusters, 0, 1)
+        streams = self.link.streams
+        meet_peers(store, None, own.link, own.where, alone, deadline_seconds, streams)
+        wait_for_peers(own.link, [seat.ids[m] for m in seat.others], deadline_seconds)
+        return [LinkGroup(own.link, name, seat)]
 
 
 def _not_connected(seat: Seat, deadline_seconds: float, error: RuntimeError) -> PeerLost:

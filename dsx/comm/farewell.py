@@ -34,6 +34,7 @@ from dsx.core.leaving import Reason
 from dsx.core.membership import Seat
 
 _GRACE_SECONDS = 1.0
+_SAY_SECONDS = 1.0  # for a word to go out, or gloo closes the connection before it has
 _POLL_SECONDS = 0.02
 _TAG = 0  # launches, whose handshakes share the group, count from 1
 _NOTE = "lost first"
@@ -163,7 +164,7 @@ class Farewells:
         group, word = self._group, torch.tensor([value, ~value])
         for peer in self._heard:
             with suppress(RuntimeError, AttributeError):  # gone, too, or closed here meanwhile
-                group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
+                group.send([word], peer, _TAG).wait(timedelta(seconds=_SAY_SECONDS))
 
     def _noted(self) -> int | None:
         if self._notes is None:

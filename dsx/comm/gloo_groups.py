@@ -16,6 +16,7 @@ from dsx.comm.reach import require_reach
 from dsx.comm.sockets import listening_since
 from dsx.core.membership import Seat
 
+_GLOO_ATTEMPTS = 5  # at each connection of a group
 _FIRST_TAG = 1 << 29  # of the exchanges of addresses, below that of a transport's own gathers
 
 
@@ -47,7 +48,7 @@ class Device:
         store.set(f"listens/{seat.position}", str(self.own_port))
 
     def hear(self, store: dist.Store, seat: Seat, deadline: timedelta) -> None:
-        """Take what the peers have told; once connected."""
+        """Wait until all peers have told it, and take it."""
         if keys := [f"listens/{peer}" for peer in seat.others]:
             store.wait(keys, deadline)
             self.ports |= {*map(int, store.multi_get(keys))} - {0}
@@ -69,16 +70,20 @@ def connect_gloo(
     """
     device.require_reach(store, seat, deadline)
     device.tell(store, seat)
-    groups = _groups(store, seat, deadline, device, streams)
-    device.hear(store, seat, deadline)
-    return groups
+    device.hear(store, seat, deadline)  # who is late is so here, where the whole deadline is
+    return _groups(store, seat, deadline, device, streams)
 
 
 def _groups(
     store: dist.Store, seat: Seat, deadline: timedelta, device: Device, streams: int
 ) -> list[Any]:
+    """Connect peers that have said that they are here.
+
+    gloo calls one that does not answer five times, each for as long as its timeout: within the
+    deadline all together. That timeout is nothing later: every wait for a message has its own.
+    """
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
-    options._timeout = deadline
+    options._timeout = deadline / _GLOO_ATTEMPTS
     options._threads = 1  # for collectives, of which there are none
     options._devices = [device.handle]
     return [

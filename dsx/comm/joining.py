@@ -6,10 +6,9 @@ elsewhere, or over links.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from dsx.comm.meet import RunGoesOn, hello_of, meet, refuse_second_host, require
 from dsx.comm.open_files import make_room
 from dsx.comm.rendezvous import Recorded, Rendezvous
 from dsx.comm.store import open_store
+from dsx.comm.through_first import through_first
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.door import GoingOn, Knock
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
+    from dsx.comm.links.meeting import Met
 
 logger = logging.getLogger(__name__)
 
@@ -132,20 +133,15 @@ def join_by_links(
     link, where = open_on_host(
         settings, rank_info, of_ports, launcher.master_addr, seconds, config.interface
     )
-    look: Callable[[int], bool] | None = None
     knock = None
     if config.can_be_joined:
         link.readmit()
         knock = Knock(link, settings) if rank_info.rank == 0 else None
-        look = _always if knock is None else knock.is_decided
     is_served = rank_info.rank == 0 and settings.security == "curve"
     desk = Desk(link, settings.names) if is_served else None
-    store = open_meeting(settings, rank_info, link, launcher.master_addr, seconds, look)
+    look = None if knock is None else knock.is_decided
+    store = open_meeting(settings, rank_info, link, seconds, look)
     return LinkJoin(rank_info, own, store, link, where, desk, knock)
-
-
-def _always(holder: int) -> bool:
-    return True
 
 
 def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:
@@ -190,7 +186,11 @@ def agree_session(
             ) from error
         if session.startswith("error:"):
             raise PeerLost(session.removeprefix("error:"))
-        return _going_on(session) if session.startswith("joins:") else session
+        if not session.startswith("joins:"):
+            return session
+        from dsx.comm.links.door import GoingOn
+
+        return GoingOn(session.removeprefix("joins:"), {})
     look = (lambda: None) if knock is None else knock.look
     try:
         if (found := look()) is not None:
@@ -199,21 +199,17 @@ def agree_session(
         session = meet(shared_store, rank_info, seconds, config.may_differ, look)
     except RunGoesOn as run:
         try:
-            session = "joins:" + _checked(run.found, rank_info, config).pack()
+            goes_on = _checked(run.found, rank_info, config)
         except ValueError as error:
             cluster_store.set(key, f"error:{error}")
             raise
+        cluster_store.set(key, f"joins:{goes_on.session}")
+        return goes_on
     except (PeerLost, ValueError) as error:
         cluster_store.set(key, f"error:{error}")
         raise
     cluster_store.set(key, session)
-    return _going_on(session) if session.startswith("joins:") else session
-
-
-def _going_on(text: str) -> GoingOn:
-    from dsx.comm.links.door import GoingOn
-
-    return GoingOn.unpack(text.removeprefix("joins:"))
+    return session
 
 
 def _checked(
@@ -230,36 +226,45 @@ def _checked(
 
 def let_in(
     link: Link, where: Where, run: GoingOn, store: dist.Store, rank_info: RankInfo, seconds: float
-) -> list[tuple[str, list[Any]]]:
+) -> tuple[Met, list[tuple[str, list[Any]]]]:
     """Meet the ranks of this one's number in the clusters that train; return what those compared.
 
-    `store` is the cluster's own. Rank 0 tells their doors where all ranks of this cluster are.
+    `store` is the cluster's own. Rank 0 tells their doors where all ranks of this cluster are, and
+    those where the others' are.
     """
-    from dsx.comm.links.door import RECORDS, Ranks, enter, meet_rank, unpacked_records
+    from dsx.comm.links.door import RECORDS, enter, meet_rank, unpacked_records
+    from dsx.comm.links.meeting import Met
+    from dsx.comm.links.places import Ranks
 
-    rank, count = rank_info.rank, rank_info.world_size
-    store.set(f"place/{rank}", json.dumps([where.address, where.slot, link.incarnation]))
-    what = f"the run that goes on with cluster(s) {', '.join(map(str, run.clusters))}"
+    rank, own = rank_info.rank, list[Ranks]()
+
+    def enter_all(places: list[Any]) -> list[list[Any]]:
+        own.append(Ranks.of(places))
+        try:
+            enter(link, [*run.clusters], own[0], seconds)
+        except (TimeoutError, RuntimeError) as error:
+            raise PeerLost(str(error)) from error
+        of_number = zip(*(ranks.places for ranks in run.clusters.values()), strict=True)
+        return [list(zip(run.clusters, places, strict=True)) for places in of_number]
+
+    place = where.address, where.slot, link.incarnation
     try:
-        with waiting_for(what, seconds):
-            store.wait([f"place/{r}" for r in range(count)], timedelta(seconds=seconds))
-            own = Ranks(tuple(tuple(json.loads(store.get(f"place/{r}"))) for r in range(count)))
-            if rank == 0:
-                enter(link, [*run.clusters], own, seconds)
-                store.set("entered", "")
-            store.wait(["entered"], timedelta(seconds=seconds))
-            for cluster, ranks in run.clusters.items():
-                meet_rank(link, cluster, ranks, own)
-            for cluster in run.clusters:
+        with waiting_for("the run that goes on", seconds):
+            told = through_first(store, "places", rank_info, place, enter_all, seconds, seconds)
+            peers = {int(cluster): Ranks.of([there]).places[0] for cluster, there in told}
+            for cluster, there in peers.items():
+                meet_rank(link, cluster, there, where.address)
+            for cluster in peers:
                 link.wait_for(cluster, rank, seconds)
-            first = min(run.clusters)
-            return unpacked_records(link.ask((first, rank), RECORDS).result(seconds))
+            asked = link.ask((min(peers), rank), RECORDS)
+            records = unpacked_records(asked.result(seconds))
     except (TimeoutError, RuntimeError) as error:
         raise PeerLost(
-            f"cluster {rank_info.cluster_id} cannot join {what}: rank {rank} does not reach the "
-            f"ranks of its number there within {seconds:g} s (clusters.join_deadline_seconds): "
-            f"{error}"
+            f"cluster {rank_info.cluster_id} cannot join the run that goes on: rank {rank} does "
+            f"not reach the ranks of its number there within {seconds:g} s "
+            f"(clusters.join_deadline_seconds): {error}"
         ) from error
+    return Met(where.address, {link.cluster_id: place}, own[0] if own else None), records
 
 
 def tell_where(
@@ -269,13 +274,20 @@ def tell_where(
     joins: GoingOn | None,
     cluster_store: dist.Store,
     config: RendezvousConfig,
-) -> Rendezvous:
-    """Tell the others where this rank is called; return by what it compares values with them."""
-    if joins is None:
-        from dsx.comm.links.meeting import say_where
+) -> tuple[Rendezvous, Met]:
+    """Tell the others where this rank is called, and begin to connect with its peers.
 
-        say_where(rendezvous.group_store("links"), link, where)
-        return rendezvous
+    Returns also by what it compares values with them.
+    """
+    from dsx.comm.links.meeting import meet_peers
+
     rank_info, seconds = rendezvous.rank_info, config.join_deadline_seconds
-    records = let_in(link, where, joins, cluster_store, rank_info, seconds)
-    return Recorded(cluster_store, rank_info, joins.session, config.deadline_seconds, records)
+    if joins is None:
+        assert config.link is not None
+        shared, streams = rendezvous.group_store("links"), config.link.streams
+        return rendezvous, meet_peers(
+            shared, cluster_store, link, where, rank_info, seconds, streams
+        )
+    met, records = let_in(link, where, joins, cluster_store, rank_info, seconds)
+    own = Recorded(cluster_store, rank_info, joins.session, config.deadline_seconds, records)
+    return own, met

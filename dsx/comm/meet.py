@@ -14,7 +14,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from dsx.core.waits import waiting_for
 _JOIN = "dsx/join"
 _LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+_EACH_SECONDS = 0.25  # between two looks at each cluster, while not all are there
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
@@ -81,26 +82,31 @@ def meet(
     answered: dict[int, str] = {}
     met = {rank_info.cluster_id: hello}
     until = time.monotonic() + deadline_seconds
+    look_at = time.monotonic() + _EACH_SECONDS
     missing = peers
     with waiting_for(lambda: f"{_name(missing)} to join", deadline_seconds):
         while len(met) < rank_info.num_clusters:
+            is_late = time.monotonic() > until
+            looks_at_each = is_late or time.monotonic() > look_at
+            if looks_at_each:
+                look_at = time.monotonic() + _EACH_SECONDS
+            unmet = missing if answered else []  # nobody can have answered before
+            answers = _of(store, f"answer/{nonce}", unmet, looks_at_each)
+            here = _of(store, "here", peers, looks_at_each)
+            _answer(store, rank_info, hello, here, answered)  # who has answered can be answered
             for peer in peers:
-                answer = f"answer/{nonce}/{peer}"
-                has_answered = peer not in met and store.check([answer])
-                _answer(store, rank_info, hello, peer, answered)  # who has answered can be answered
                 if peer in met and met[peer]["nonce"] != answered.get(peer):
                     del met[peer]  # it has been started again, and is yet to answer
-                elif has_answered:
-                    theirs = json.loads(store.get(answer))
-                    if theirs["nonce"] == answered.get(peer):
-                        met[peer] = theirs
-                        _require_alike(rank_info, peer, hello, theirs)
+                elif peer in answers and answers[peer]["nonce"] == answered.get(peer):
+                    met[peer] = answers[peer]
+                    _require_alike(rank_info, peer, hello, answers[peer])
             missing = [m for m in peers if m not in met]
             if missing and (found := look()) is not None:
                 raise RunGoesOn(found)
             require_held()
-            _require_same_number(store, rank_info, missing)
-            if missing and time.monotonic() > until:
+            if looks_at_each:
+                _require_same_number(store, rank_info, missing)
+            if missing and is_late:
                 raise PeerLost(
                     f"{_name(missing)} of {rank_info.num_clusters} did not come within "
                     f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher "
@@ -124,20 +130,37 @@ def refuse_second_host(host: str, port: int) -> None:
         raise refusal_of(0, claimed)
 
 
+def _of(
+    store: dist.Store, prefix: str, peers: Sequence[int], looks_at_each: bool
+) -> dict[int, dict[str, Any]]:
+    """Return what is there of peers: two requests, once it is there of all.
+
+    Before that nothing, by one request, or what is there, by one for each of them.
+    """
+    keys = {peer: f"{prefix}/{peer}" for peer in peers}
+    if keys and not store.check([*keys.values()]):
+        if not looks_at_each:
+            return {}
+        keys = {peer: key for peer, key in keys.items() if store.check([key])}
+    if not keys:
+        return {}
+    values = store.multi_get([*keys.values()])
+    return dict(zip(keys, map(json.loads, values), strict=True))
+
+
 def _answer(
-    store: dist.Store,
+    store: Any,
     rank_info: RankInfo,
     hello: dict[str, Any],
-    peer: int,
+    here: Mapping[int, Mapping[str, Any]],
     answered: dict[int, str],
 ) -> None:
-    """Reply to the newest nonce of `peer`, once."""
-    if not store.check([f"here/{peer}"]):
-        return
-    nonce = json.loads(store.get(f"here/{peer}"))["nonce"]
-    if answered.get(peer) != nonce:
-        store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(hello))
-        answered[peer] = nonce
+    """Reply to the newest nonces of who is `here`, once to each."""
+    new = {p: one["nonce"] for p, one in here.items() if answered.get(p) != one["nonce"]}
+    if new:
+        keys = [f"answer/{nonce}/{rank_info.cluster_id}" for nonce in new.values()]
+        store.multi_set(keys, [json.dumps(hello)] * len(keys))
+        answered |= new
 
 
 def _require_same_number(store: dist.Store, rank_info: RankInfo, missing: Sequence[int]) -> None:

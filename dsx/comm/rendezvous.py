@@ -118,7 +118,7 @@ class Rendezvous:
         try:
             with waiting_for(f"{name}, from all ranks of this cluster", self._deadline_seconds):
                 self._own.wait(ranks, timedelta(seconds=self._deadline_seconds))
-            found = [self._own.get(key) for key in ranks]
+            found = self._own.multi_get(ranks)
         except RuntimeError as error:
             raise PeerLost(self._explain_own(name, until, self._missing(ranks))) from error
         return hashlib.sha256(b"".join(found)).hexdigest()
@@ -176,17 +176,14 @@ class Rendezvous:
         """Give this cluster's value, and read one of each cluster; a rank of each calls it."""
         until, num_clusters = self._until(), self.rank_info.num_clusters
         self._call(name, lambda: self._store.set(f"{prefix}/{self.rank_info.cluster_id}", own))
-        values: list[bytes] = []
-        cluster = 0
+        keys = [f"{prefix}/{cluster}" for cluster in range(num_clusters)]
+        seconds = self._deadline_seconds
         try:
-            for cluster in range(num_clusters):
-                left = max(until - time.monotonic(), 0.001)
-                key = f"{prefix}/{cluster}"
-                with waiting_for(f"{name}, from cluster {cluster}", left):
-                    self._store.wait([key], timedelta(seconds=left))
-                    values.append(self._store.get(key))
+            with waiting_for(f"{name}, from all clusters", seconds):
+                self._store.wait(keys, timedelta(seconds=seconds))
+                values = self._store.multi_get(keys)
         except RuntimeError as error:
-            raise PeerLost(self._explain(name, cluster, until)) from error
+            raise PeerLost(self._explain(name, keys, until)) from error
         self._linger(self._store, prefix, num_clusters, until)
         return values
 
@@ -205,11 +202,18 @@ class Rendezvous:
         except RuntimeError:
             logger.debug("the store's host has left, which it does once all have read")
 
-    def _explain(self, name: str, cluster: int, until: float) -> str:
-        if time.monotonic() < until - _EARLY_SECONDS:
-            return f"{name}: the rendezvous store closed while waiting for cluster {cluster}"
+    def _explain(self, name: str, keys: list[str], until: float) -> str:
+        """Say who has given no value; all others, if the store has gone, too."""
+        is_early = time.monotonic() < until - _EARLY_SECONDS
+        try:
+            silent = [str(cluster) for cluster, k in enumerate(keys) if not self._store.check([k])]
+        except RuntimeError:
+            silent = []
+        who = f"cluster {', '.join(silent)}" if silent else "the other clusters"
+        if is_early:
+            return f"{name}: the rendezvous store closed while waiting for {who}"
         return (
-            f"{name}: cluster {cluster} did not answer within {self._deadline_seconds:g} s "
+            f"{name}: {who} did not answer within {self._deadline_seconds:g} s "
             "(clusters.deadline_seconds)"
         )
 

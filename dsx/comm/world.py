@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.door import GoingOn, Knock
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
+    from dsx.comm.links.meeting import Met
 
 _VIEW_SECONDS = 15.0  # for a view, once who is silent counts as lost
 
@@ -63,9 +64,9 @@ class World:
         link: Link | None = None,
         desk: Desk | None = None,
         joins: GoingOn | None = None,
-        where: Where | None = None,
+        met: Met | None = None,
     ) -> None:
-        """`joins`: the run that goes on, which this cluster is to be taken into."""
+        """`joins`: the run that goes on, that takes this cluster in; `met`: over links."""
         self.seat = seat
         self.desk = desk  # where members' tools ask; of the first rank of a run with keys
         self.rank_info = rank_info
@@ -76,7 +77,7 @@ class World:
         self._own_stores = 0
         self._handles = 0
         self._in_cluster: InCluster | None = None
-        self.link, self._where = link, where
+        self.link, self._met = link, met
         self.joins = joins
         self.coming: Coming | None = None  # of a run whose clusters may be lost, and come back
         self._num_finished = 0
@@ -236,16 +237,14 @@ class World:
     ) -> Transport:
         from dsx.comm.elastic import ElasticTransport
         from dsx.comm.links.coming import Coming
-        from dsx.comm.links.meeting import connect_peers
+        from dsx.comm.links.meeting import wait_for_peers
         from dsx.comm.links.transport import LinkTransport
 
+        assert self._met is not None
         config, deadline = self._config, self._config.deadline_seconds
-        ids = [self.seat.ids[peer] for peer in self.seat.others]
+        ids, processes = [self.seat.ids[peer] for peer in self.seat.others], self._met.processes
         if self.joins is None:
-            store = self.rendezvous.group_store("links")
-            processes = connect_peers(store, link, ids, config.join_deadline_seconds)
-        else:
-            processes = {self.cluster_id: link.incarnation}
+            wait_for_peers(link, ids, config.join_deadline_seconds)
 
         def make(seat: Seat, part: str = "") -> GlooTransport:
             view = f"view_{seat.membership.epoch}{part}"
@@ -257,8 +256,8 @@ class World:
             return make(self.seat)
         if self.coming is None:
             self.coming = Coming(
-                link, self._config, self.rank_info, self.rendezvous, self._connect_own, self._where,
-                self.joins,
+                link, self._config, self.rank_info, self.rendezvous, self._connect_own, self._met,
+                self.joins is not None,
             )  # fmt: skip
         views, is_first = self.coming.views(processes), self._transports == 1
         if self.desk is not None and self.coming.clerk is not None and is_first:
@@ -312,6 +311,7 @@ def join(config: RendezvousConfig) -> World:
     launcher, limit = LauncherEnvironment.read(), collective_limit()
     link: Link | None = None
     where: Where | None = None
+    own: Met | None = None
     desk: Desk | None = None
     knock: Knock | None = None
     if config.link is not None and config.cluster_id is not None:
@@ -344,6 +344,6 @@ def join(config: RendezvousConfig) -> World:
 
         atexit.register(link.close)  # what was sent last arrives
         where = where or where_alone(link, config, launcher.master_addr)
-        rendezvous = tell_where(link, where, rendezvous, joins, cluster_store, config)
-    _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk, joins, where)
+        rendezvous, own = tell_where(link, where, rendezvous, joins, cluster_store, config)
+    _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk, joins, own)
     return _world

@@ -9,9 +9,19 @@ clusters meet, one request after another. With C clusters of N ranks
     R = s + 2 per fragment + 10
 
 where s and o are requests of a rank to the store of all and to its cluster's, and f those of the
-first rank to the latter. The first rank of cluster 0 is taken to serve both. Imports are not in it,
-nor what the engine does to start, such as its own process groups. `dsx bench start` measures, fits
-and writes start_time.json.
+first rank to the latter. The first rank of cluster 0 is taken to serve both.
+
+Over secured links first ranks alone meet, so no term has C N, and a host's ranks are called through
+its gateway, with H ranks to a host and k connections to each peer:
+
+    T = fixed + first(C, N) + connection N + request (N o(N) + f(N)) + gateway(H (C-1) k) + R(C) RTT
+    gateway(j) = g0 + g1 j,   R = s + 10 for two links, one after the other
+
+where s are requests of the first rank of a cluster to that of the one where all meet.
+
+Imports are not in it, nor what the engine does to start, such as its own process groups, nor what a
+name service takes. `dsx bench start` measures, fits and writes start_time.json, and with
+`--transport link` start_time_links.json.
 """
 
 from __future__ import annotations
@@ -21,12 +31,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 MEETING_ROUND_TRIPS = 10  # of first ranks, from nonce to session
-_FILE = Path(__file__).with_suffix(".json")
+LINK_ROUND_TRIPS = 10  # of two links: TCP, libzmq's greeting, two of CURVE, a hello; each
+RANKS_OF_HOST = 8
+_FILES = {
+    "gloo": Path(__file__).with_suffix(".json"),
+    "link": Path(__file__).with_name("start_time_links.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,9 @@ class Measured:
     of `served` requests on `connections`, `other_seconds` the mean of ranks that are first nowhere.
     `shared` and `own` are those ranks' requests, `own_first` that first rank's.
     `wall_seconds` are those of the slowest rank, all of them on the cores of this host.
+
+    Over links no rank asks where all clusters meet but first ones: `shared` are then those of
+    cluster 1's, and `gateway_seconds` those of cluster 0's gateway, for `gateway_joined` of them.
     """
 
     num_clusters: int
@@ -52,6 +70,8 @@ class Measured:
     own_first: int
     sockets_first: int
     sockets_other: int
+    gateway_seconds: float | None = None
+    gateway_joined: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ class Terms:
     first_rank: float
     store_of_all: float
     store_of_cluster: float
+    gateway: float
     round_trips: float
 
     @property
@@ -84,23 +105,34 @@ class StartModel:
     hash_bytes_per_second: float
     command: str
     host: str
+    gateway: tuple[float, float] | None = None  # None: over gloo
 
     def terms(
-        self, num_clusters: int, ranks: int, rtt_seconds: float = 0.0, fragments: int = 0
+        self,
+        num_clusters: int,
+        ranks: int,
+        rtt_seconds: float = 0.0,
+        fragments: int = 0,
+        streams: int = 1,
     ) -> Terms:
-        """Return what a start of C clusters of N ranks takes; weights come on top."""
+        """Return what a start of C clusters of N ranks takes; weights come on top.
+
+        `fragments` count over gloo, and `streams` of each link over links.
+        """
         c, n = num_clusters, ranks
         shared = self.shared_requests(c)
         own = n * self.own_requests(n) + self.own_first[0] + self.own_first[1] * n
         a, per_cluster, per_rank = self.first
+        first_rank = a + per_cluster * c + per_rank * n
+        of_cluster = n * self.connection_seconds + self.request_seconds * own
+        if self.gateway is not None:
+            joined = min(n, RANKS_OF_HOST) * (c - 1) * (streams + 1)
+            gateway = self.gateway[0] + self.gateway[1] * joined if n > 1 else 0.0
+            trips = (shared + LINK_ROUND_TRIPS) * rtt_seconds
+            return Terms(self.fixed_seconds, first_rank, 0.0, of_cluster, gateway, trips)
         trips = shared + 2 * fragments + MEETING_ROUND_TRIPS
-        return Terms(
-            self.fixed_seconds,
-            a + per_cluster * c + per_rank * n,
-            c * n * (self.connection_seconds + self.request_seconds * shared),
-            n * self.connection_seconds + self.request_seconds * own,
-            trips * rtt_seconds,
-        )
+        of_all = c * n * (self.connection_seconds + self.request_seconds * shared)
+        return Terms(self.fixed_seconds, first_rank, of_all, of_cluster, 0.0, trips * rtt_seconds)
 
     def shared_requests(self, num_clusters: int) -> float:
         """Return s."""
@@ -119,16 +151,17 @@ class StartModel:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def start_model() -> StartModel:
+def start_model(transport: Literal["gloo", "link"] = "gloo") -> StartModel:
     """Return the model that comes with dsx."""
-    return read_model(_FILE.read_text())
+    return read_model(_FILES[transport].read_text())
 
 
 def read_model(text: str) -> StartModel:
     """Return what `StartModel.write` has written."""
     read: dict[str, Any] = json.loads(text)
-    for name in ("first", "shared", "own", "own_first"):
-        read[name] = tuple(read[name])
+    for name in ("first", "shared", "own", "own_first", "gateway"):
+        if read[name] is not None:
+            read[name] = tuple(read[name])
     return StartModel(**read)
 
 
@@ -169,6 +202,12 @@ def fit(rows: Sequence[Measured], hash_rate: float, command: str, host: str) -> 
         [row.serving_seconds for row in rows],
     )
     shared = _least_squares(of_many.T, [row.shared for row in many])
+    gateways = [row for row in many if row.gateway_seconds]
+    gateway: tuple[float, float] | None = None
+    if gateways:
+        joined = [[1.0] * len(gateways), [row.gateway_joined for row in gateways]]
+        start, each = _least_squares(joined, [row.gateway_seconds or 0.0 for row in gateways])
+        gateway = start, each
     of_many[:, 1] = [math.log2(row.ranks) for row in many]
     own = _least_squares(of_many.T, [row.own for row in many])
     of_first = _least_squares([one, n], [row.own_first for row in rows])
@@ -177,7 +216,7 @@ def fit(rows: Sequence[Measured], hash_rate: float, command: str, host: str) -> 
     return StartModel(
         max(smallest.wall_seconds - busy, 0.0), (first[0], first[1], first[2]), serving[0],
         serving[1], (shared[0], shared[1]), (own[0], own[1]),
-        (of_first[0], of_first[1]), hash_rate, command, host,
+        (of_first[0], of_first[1]), hash_rate, command, host, gateway,
     )  # fmt: skip
 
 

@@ -246,6 +246,23 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
 
 
 @needs_megatron
+@pytest.mark.ci
+def test_over_links_a_start_takes_what_their_model_says(tmp_path: Any) -> None:
+    link = {"transport": "link", "streams": 3, "members": ["a=127.0.0.1:29400", "b"]}
+    block = {"dsx": {"preset": "diloco", "link": link}}
+    (tmp_path / "block.json").write_text(json.dumps(block))
+    source = tmp_path / "run.flags"
+    source.write_text(f"{FLAGS} --dsx-config {tmp_path / 'block.json'}")
+    command = [sys.executable, "-m", "dsx", "dry-run", source, "--json", tmp_path / "x.json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    told = json.loads((tmp_path / "x.json").read_text())
+    terms = start_model("link").terms(told["clusters"], told["ranks"], streams=3)
+    assert terms.total < told["start_seconds"] < terms.total + 0.1
+    assert start_model("gloo").terms(told["clusters"], told["ranks"]).total != terms.total
+
+
+@needs_megatron
 def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
     assert "alike one has to be among them" in refused(tmp_path, "--build", "0,1")
     assert "a cluster has ranks 0 to 3" in refused(tmp_path, "--build", "4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.bench.free_ports import free_low_ports
-from dsx.bench.start.bench import Options, StartFailed, starts, summed
+from dsx.bench.start.bench import Options, StartFailed, measure, starts, summed
 from dsx.bench.start.job import Found, Job, Lap
+from dsx.bench.start.over_links import keys_of
 from dsx.cli import app
 from dsx.plan.start_time import Measured, StartModel, fit, read_model, require_sizes, start_model
 
@@ -28,6 +30,7 @@ TRUE = StartModel(
     "dsx bench start",
     "here",
 )
+OVER_LINKS = replace(TRUE, shared=(20.0, 2.0), gateway=(0.05, 0.001))
 SIZES = [(2, 2), (2, 8), (2, 32), (4, 8), (4, 32), (8, 8)]
 
 
@@ -39,6 +42,14 @@ def row_of(model: StartModel, c: int, n: int) -> Measured:
     first = model.first[0] + model.first[1] * c + model.first[2] * n
     serving = model.connection_seconds * (c + 1) * n + model.request_seconds * served
     wall = model.fixed_seconds + first + serving
+    if model.gateway is not None:
+        served, joined = round(n * own + own_first), 2 * n * (c - 1)
+        serving = model.connection_seconds * n + model.request_seconds * served
+        wall = model.fixed_seconds + first + serving
+        return Measured(
+            c, n, wall, first, serving, 0.05, served, n, shared, own, own_first, 3 * n, 20,
+            model.gateway[0] + model.gateway[1] * joined, joined,
+        )  # fmt: skip
     return Measured(
         c, n, wall, first, serving, 0.05, served, (c + 1) * n, shared, own, own_first, 3 * n, 20
     )  # fmt: skip
@@ -48,12 +59,14 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", "start", *arguments])
 
 
-def test_a_fit_finds_the_coefficients_that_rows_were_made_of() -> None:
-    found = fit([row_of(TRUE, c, n) for c, n in SIZES], 1e9, "dsx bench start", "here")
+@pytest.mark.parametrize("true", [TRUE, OVER_LINKS], ids=["gloo", "links"])
+def test_a_fit_finds_the_coefficients_that_rows_were_made_of(true: StartModel) -> None:
+    found = fit([row_of(true, c, n) for c, n in SIZES], 1e9, "dsx bench start", "here")
     for name in ("fixed_seconds", "connection_seconds", "request_seconds"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3), name
     for name in ("first", "shared", "own", "own_first"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
+    assert (found.gateway or ()) == pytest.approx(true.gateway or (), rel=1e-6)
     assert read_model(found.write()) == found
 
 
@@ -74,9 +87,21 @@ def test_terms_are_what_the_module_says() -> None:
     assert TRUE.hash_seconds(2_000_000_000) == 2.0
 
 
-def test_the_model_that_comes_with_dsx_starts_8_x_1024_within_20_seconds() -> None:
-    model = start_model()
-    assert "dsx bench start" in model.command
+def test_terms_over_links_have_none_that_grows_with_clusters_x_ranks() -> None:
+    terms = OVER_LINKS.terms(8, 1024, rtt_seconds=0.05, fragments=4, streams=3)
+    assert terms.store_of_all == 0.0 and terms.gateway == pytest.approx(0.05 + 8 * 7 * 4 * 1e-3)
+    assert terms.round_trips == pytest.approx(0.05 * (36 + 10))
+    assert terms.store_of_cluster == TRUE.terms(8, 1024).store_of_cluster
+    more = OVER_LINKS.terms(16, 1024, rtt_seconds=0.05, streams=3)
+    assert more.store_of_cluster == terms.store_of_cluster
+    assert OVER_LINKS.terms(8, 1).gateway == 0.0  # one rank listens itself
+
+
+@pytest.mark.parametrize("transport", ["gloo", "link"])
+def test_the_models_that_come_with_dsx_start_8_x_1024_within_20_seconds(transport: Any) -> None:
+    model = start_model(transport)
+    assert f"dsx bench start --transport {transport}" in model.command
+    assert (model.gateway is not None) == (transport == "link")
     assert 2 < model.terms(8, 1024, rtt_seconds=0.05, fragments=4).total < 20
 
 
@@ -144,6 +169,27 @@ def test_the_model_is_within_a_factor_of_two_of_a_real_start() -> None:
         terms = model.terms(job.num_clusters, job.ranks)
         real = model.fixed_seconds + row.first_seconds + row.serving_seconds
         assert real / 2 < terms.total < 2 * real
+
+
+@pytest.mark.ci
+def test_over_links_no_place_is_asked_by_all_ranks_of_all_clusters() -> None:
+    """Connections, and requests between clusters, are counted: they do not depend on the host."""
+    sizes = [(2, 1), (2, 2), (2, 6), (4, 2)]
+    rows = measure(Options(sizes, 1, 300.0, over_links=True), lambda line: None)
+    for (c, n), row in zip(sizes, rows, strict=True):
+        # two connections of a rank to each peer: no other one goes through a host's gateway
+        assert row.gateway_joined == (2 * n * (c - 1) if n > 1 else 0)
+        assert row.own_first <= 30 + 10 * n and row.connections == n
+    known = start_model("link")
+    assert all(row.shared <= 3 * known.shared_requests(2) for row in rows)
+    assert rows[0].gateway_seconds == 0.0 and (rows[2].gateway_seconds or 0.0) > 0.0
+    with keys_of(3) as keys:
+        jobs = [Job(3, 4, 0, free_low_ports(3), 300.0, keys, free_low_ports(3))]
+        (found,) = starts(jobs)
+    asked = {(one.cluster, one.rank): one.sum("shared", ()) for one in found}
+    # ranks that are first nowhere ask nobody else's; the first one's log talks to two others
+    assert all(count == 0 for (_, rank), count in asked.items() if rank), asked
+    assert all(asked[cluster, 0] > 10 for cluster in (1, 2))
 
 
 def ports_for(num_clusters: int) -> tuple[int, list[int]]:

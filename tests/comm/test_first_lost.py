@@ -29,7 +29,7 @@ _stores: list[dist.Store] = []  # the server lives as long as its process, which
 
 def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[int, str]]:
     """Return, for every loss, the victim and what this cluster said; one after another loses it."""
-    farewell._GRACE_SECONDS = 0.2  # all is on one host
+    farewell._GRACE_SECONDS = 0.2  # all is on one host, which may be too busy to say it so soon
     cluster = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, num_clusters, is_master=cluster == 0)

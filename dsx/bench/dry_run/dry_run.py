@@ -18,7 +18,7 @@ from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.link import Link
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
 from dsx.plan.predict import predict
-from dsx.plan.start_time import start_model
+from dsx.plan.start_time import StartModel, start_model
 from dsx.training.divergence import refuse_stages
 
 _BUCKETS = "gradients cut into buckets, by which ranks own other parameters"
@@ -112,23 +112,27 @@ class DryRun:
         """What the digests of the largest rank's masters take, on cores as the model's."""
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         largest = max(sum(f.numel for f in rank.built.fragments) for rank in ranks)
-        return start_model().hash_seconds(4 * largest)
+        return self.start_model.hash_seconds(4 * largest)
 
     @property
-    def start_seconds(self) -> float | None:
-        """What a start from equal weights takes, by plan/start_time.py; None over links."""
-        if not self.goes_over_gloo:
-            return None
+    def start_model(self) -> StartModel:
+        """What says how long a start takes: that of gloo, or of links."""
+        return start_model("gloo" if self.goes_over_gloo else "link")
+
+    @property
+    def start_seconds(self) -> float:
+        """What a start from equal weights takes, by plan/start_time.py."""
         fragments = max(len(rank.used) for stage in self.stages for rank in stage.ranks)
-        terms = start_model().terms(
-            self.num_clusters, self.files.cluster.ranks, 2e-3 * self.asked.latency_ms, fragments
-        )
+        terms = self.start_model.terms(
+            self.num_clusters, self.files.cluster.ranks, 2e-3 * self.asked.latency_ms, fragments,
+            self.config.link.streams,
+        )  # fmt: skip
         return terms.total + self.hash_seconds
 
     @property
     def start_seconds_unequal(self) -> float | None:
         """The same where all weights differ, and go over the line once; None without a line."""
-        if self.start_seconds is None or self.asked.gbps is None:
+        if self.asked.gbps is None:
             return None
         link = Link(self.asked.gbps * 1e9, self.asked.latency_ms / 1e3)
         return self.start_seconds + 4 * self.parameters / link.payload_bytes_per_second

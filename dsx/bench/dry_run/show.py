@@ -7,7 +7,6 @@ from rich.table import Table
 
 from dsx.bench.dry_run.dry_run import DryRun
 from dsx.core.units import format_bytes
-from dsx.plan.start_time import start_model
 
 
 def show(run: DryRun, console: Console) -> None:
@@ -31,13 +30,12 @@ def show(run: DryRun, console: Console) -> None:
         console,
         f"largest to mean bytes of a stage's ranks, in all clusters: {record['owner_spread']:.3f}",
     )
-    if record["start_seconds"] is not None:
-        _say(
-            console,
-            f"a start, from dsx.init_distributed on: {record['start_seconds']:.1f} s from equal "
-            f"weights, {run.hash_seconds:.1f} s of them their digests, on cores as measured: "
-            f"{start_model().host}",
-        )
+    _say(
+        console,
+        f"a start, from dsx.init_distributed on: {record['start_seconds']:.1f} s from equal "
+        f"weights, {run.hash_seconds:.1f} s of them their digests, on cores as measured: "
+        f"{run.start_model.host}",
+    )
     if record["start_seconds_unequal"] is not None:
         _say(
             console,
@@ -100,9 +98,7 @@ def _table(run: DryRun) -> Table:
 
 def _unsaid(run: DryRun) -> list[str]:
     found: list[str] = []
-    if not run.goes_over_gloo:
-        found.append("how long a start takes: over links it has not been measured")
-    elif run.asked.gbps is None:
+    if run.asked.gbps is None:
         found.append("how long a start takes where the clusters' weights differ: add --gbps")
     if not run.sends_all_once:
         kind = run.config.axes["schedule"]["type"]

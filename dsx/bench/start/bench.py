@@ -17,6 +17,7 @@ import torch
 
 from dsx.bench.free_ports import free_low_ports
 from dsx.bench.start.job import OF_ENGINE, STARTED, Found, Job
+from dsx.bench.start.over_links import keys_of
 from dsx.core.requirements import installed_version
 from dsx.outer.digest import Digests
 from dsx.plan.start_time import Measured
@@ -38,6 +39,7 @@ class Options:
     sizes: Sequence[tuple[int, int]]
     repeats: int = 20
     deadline_seconds: float = _DEADLINE_SECONDS
+    over_links: bool = False
 
     def __post_init__(self) -> None:
         for c, n in self.sizes:
@@ -49,8 +51,14 @@ class Options:
 
 def measure(options: Options, tell: Callable[[str], None]) -> list[Measured]:
     """Return a row per size; StartFailed with what a rank has said."""
+    most = max(c for c, _ in options.sizes)
+    with keys_of(most if options.over_links else 0) as keys:
+        return _measure(options, keys, tell)
+
+
+def _measure(options: Options, keys: Sequence[str], tell: Callable[[str], None]) -> list[Measured]:
     jobs = [
-        (size, _job(*size, options.deadline_seconds))
+        (size, _job(*size, options.deadline_seconds, keys))
         for size in options.sizes
         for _ in range(_times(size[0] * size[1], options.repeats))
     ]
@@ -78,6 +86,7 @@ def starts(jobs: Sequence[Job]) -> Iterator[list[Found]]:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of each that connects
     }  # fmt: skip
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -104,9 +113,12 @@ def starts(jobs: Sequence[Job]) -> Iterator[list[Found]]:
             raise StartFailed(f"the runs do not start: {last}")
 
 
-def _job(num_clusters: int, ranks: int, deadline_seconds: float) -> Job:
-    meeting, *ports = free_low_ports(1 + num_clusters)
-    return Job(num_clusters, ranks, meeting, ports, deadline_seconds)
+def _job(num_clusters: int, ranks: int, deadline_seconds: float, keys: Sequence[str] = ()) -> Job:
+    """Return a start of a size; `keys` are folders of at least so many clusters, over links."""
+    count = num_clusters
+    meeting, *ports = free_low_ports(1 + 2 * count)
+    own, called_at = ports[:count], ports[count:] if keys else ()
+    return Job(count, ranks, meeting, own, deadline_seconds, keys[:count], called_at)
 
 
 def summed(times: Sequence[Sequence[Found]]) -> Measured:
@@ -131,17 +143,20 @@ def _of_once(found: Sequence[Found]) -> Measured:
     first = by_rank[0, 0]
     num_clusters, ranks = max(c for c, _ in by_rank) + 1, max(r for _, r in by_rank) + 1
     others = [one for one in found if one.rank] or [one for one in found if one.cluster]
-    served = sum(one.sum("shared", ()) for one in found)
+    over_links = first.gateway_seconds is not None
+    asking = [by_rank[1, 0]] if over_links else others
+    served = 0.0 if over_links else sum(one.sum("shared", ()) for one in found)
     served += sum(one.sum("own", ()) for one in found if one.cluster == 0)
     return Measured(
         num_clusters, ranks,
         max(one.sum("seconds") for one in found),
         first.sum("cpu_seconds"), first.sum("serving_seconds", ()),
         fmean(one.sum("cpu_seconds") for one in others),
-        round(served), num_clusters * ranks + ranks,
-        fmean(one.sum("shared") for one in others),
+        round(served), ranks if over_links else num_clusters * ranks + ranks,
+        fmean(one.sum("shared") for one in asking),
         fmean(one.sum("own") for one in others), round(first.sum("own")),
         first.sockets, max(one.sockets for one in others),
+        first.gateway_seconds, first.gateway_joined,
     )  # fmt: skip
 
 

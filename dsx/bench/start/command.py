@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from dsx.comm.links.extra import require_extra
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
 
@@ -29,6 +30,9 @@ def start(
     rtt_ms: Annotated[
         float, Option(help="Between sites, there and back, for the extrapolation.", min=0)
     ] = 50.0,
+    transport: Annotated[
+        Literal["gloo", "link"], Option(help="What moves messages; links have keys.")
+    ] = "gloo",
     repeats: Annotated[
         int, Option(help="Of starts of up to 4 ranks; the least counts.", min=1)
     ] = 20,
@@ -41,9 +45,9 @@ def start(
 ) -> None:
     """Start runs of several sizes with all their processes, and fit what larger ones would take.
 
-    A run's own start, over gloo on loopback, with a small model: from dsx.init_distributed until
-    all connections stand. All ranks share this host's cores, so processor time is measured, and
-    requests to the stores are counted, as the kernel has sent them.
+    A run's own start, on loopback, with a small model: from dsx.init_distributed until all
+    connections stand. All ranks share this host's cores, so processor time is measured, and
+    requests are counted: to torch's stores as the kernel has sent them.
     """
     from rich.console import Console
 
@@ -53,11 +57,14 @@ def start(
 
     require_place("--json", json_file)
     require_place("--model", model_file)
-    options, wanted = Options(require_sizes("--sizes", sizes), repeats), require_sizes("--to", to)
+    options = Options(require_sizes("--sizes", sizes), repeats, over_links=transport == "link")
+    wanted = require_sizes("--to", to)
+    if options.over_links:
+        require_extra()
     rows = measure(options, lambda line: typer.echo(line, err=True))
     console = Console()
     show(rows, console)
-    command = f"dsx bench start --sizes {sizes}"
+    command = f"dsx bench start --transport {transport} --sizes {sizes}"
     model = fit(rows, hash_rate(), command, this_host())
     show_fit(rows, model, console)
     show_sizes(wanted, rtt_ms / 1e3, model, console)

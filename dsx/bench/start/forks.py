@@ -26,12 +26,16 @@ from dsx.bench.start import rank as ranks
 from dsx.bench.start.job import STARTED, Job
 
 _LAST_IMPORTS = ("dsx.engines.attach", "torch.nn.parallel")
+_OF_LINKS = (
+    "dsx.comm.links.coming", "dsx.comm.links.desk", "dsx.comm.links.host_port",
+    "dsx.comm.links.meeting", "dsx.comm.links.transport",
+)  # fmt: skip
 
 
 def main(jobs: Sequence[Job]) -> None:
     """Start all runs."""
     signal.signal(signal.SIGTERM, _end)
-    _warm()
+    _warm(_LAST_IMPORTS + (_OF_LINKS if any(job.keys for job in jobs) else ()))
     for job in jobs:
         start(job)
         print(STARTED, flush=True)
@@ -69,10 +73,10 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(f"told to end by {signal.Signals(number).name}")
 
 
-def _warm() -> None:
+def _warm(modules: Sequence[str]) -> None:
     """Import what is imported at the first use: a rank of a run has done so before it starts."""
     torch.set_num_threads(1)
-    for name in _LAST_IMPORTS:
+    for name in modules:
         importlib.import_module(name)
     model = ranks.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,13 +14,18 @@ OF_ENGINE = WORLD, MODEL  # its own phases, which are not counted
 
 @dataclass(frozen=True)
 class Job:
-    """A run's size and ports; `ports` are the clusters' launchers', `meeting` where all meet."""
+    """A run's size and ports; `ports` are the clusters' launchers', `meeting` where all meet.
+
+    Over links there are folders of `keys`, by cluster, and ports where each is `called_at`.
+    """
 
     num_clusters: int
     ranks: int
     meeting: int
     ports: Sequence[int]
     deadline_seconds: float
+    keys: Sequence[str] = ()
+    called_at: Sequence[int] = ()
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -37,7 +42,8 @@ class Lap:
     """One phase of one rank: seconds of wall time, and of the processor.
 
     `serving_seconds` are those of the threads that serve stores, which `cpu_seconds` leaves out.
-    `shared` and `own` are requests sent to where all clusters meet, and to the cluster's store.
+    `shared` and `own` are requests sent to where all clusters meet, and to the cluster's store;
+    over links `shared` are those to ranks of other clusters.
     """
 
     phase: str
@@ -50,12 +56,18 @@ class Lap:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has found; `sockets` are those open at the end."""
+    """What one rank has found; `sockets` are those open at the end.
+
+    `gateway_seconds` and `gateway_joined` are processor time and connections of the gateway that it
+    has started, over links; 0 of a rank that has none, and None over gloo.
+    """
 
     cluster: int
     rank: int
     laps: Sequence[Lap]
     sockets: int
+    gateway_seconds: float | None = None
+    gateway_joined: int = 0
 
     @classmethod
     def read(cls, text: str) -> Found:

@@ -25,10 +25,14 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Laps:
-    """The phases of this process; `shared` and `own` are ports of stores."""
+    """The phases of this process.
 
-    def __init__(self, shared: int, own: int) -> None:
-        self._ports = shared, own
+    `own` is the port of the cluster's store, and `shared` of where all meet, or what counts the
+    requests that are sent there.
+    """
+
+    def __init__(self, shared: int | Callable[[], int], own: int) -> None:
+        self._shared, self._own = shared, own
         self.laps: list[Lap] = []
         self._before = self._now()
         self._started = self._clocks()
@@ -60,7 +64,8 @@ class Laps:
 
     def _now(self) -> tuple[int, int]:
         sent = sent_by_port()
-        return sent.get(self._ports[0], 0), sent.get(self._ports[1], 0)
+        shared = self._shared
+        return sent.get(shared, 0) if isinstance(shared, int) else shared(), sent.get(self._own, 0)
 
 
 def serving_seconds() -> float:

@@ -11,6 +11,7 @@ from torch import nn
 import dsx
 from dsx.bench.start.job import MODEL, WORLD, Found, Job
 from dsx.bench.start.laps import Laps, num_sockets
+from dsx.bench.start.over_links import Asked, gateway_of, link_of
 from dsx.comm import world as worlds
 from dsx.engines.cluster_collectives import new_host_group
 
@@ -30,7 +31,9 @@ def start(job: Job, cluster: int, rank: int) -> tuple[Found, Any]:
     }  # fmt: skip
     os.environ |= {name: str(value) for name, value in environment.items()}
     config = {"dsx": {"preset": PRESET, "clusters": _clusters(job, cluster)}}
-    laps = Laps(job.meeting, port)
+    if job.keys:
+        config["dsx"]["link"] = link_of(job, cluster)
+    laps = Laps(Asked() if job.keys else job.meeting, port)
     laps.around(worlds, "init_cluster_world", "stores", WORLD)
     laps.around(worlds.World, "connect", "compare", "connect")
     dsx.init_distributed(config)
@@ -44,7 +47,8 @@ def start(job: Job, cluster: int, rank: int) -> tuple[Found, Any]:
     laps.lap("begin")
     groups = [new_host_group(range(job.ranks)) for _ in range(2 if job.ranks > 1 else 0)]
     laps.lap("host groups")
-    return Found(cluster, rank, laps.laps, num_sockets()), (handle, groups)
+    found = Found(cluster, rank, laps.laps, num_sockets(), *gateway_of(worlds.current_world()))
+    return found, (handle, groups)
 
 
 def small_model() -> nn.Module:
@@ -53,8 +57,8 @@ def small_model() -> nn.Module:
 
 
 def _clusters(job: Job, cluster: int) -> dict[str, Any]:
+    meeting = {} if job.keys else {"rendezvous": f"tcp://127.0.0.1:{job.meeting}"}
     return {
-        "num_clusters": job.num_clusters, "cluster_id": cluster, "interface": "lo",
-        "rendezvous": f"tcp://127.0.0.1:{job.meeting}",
+        "num_clusters": job.num_clusters, "cluster_id": cluster, "interface": "lo", **meeting,
         "join_deadline_seconds": job.deadline_seconds, "deadline_seconds": job.deadline_seconds,
     }  # fmt: skip

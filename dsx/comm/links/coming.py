@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dsx.comm.links.clerk import Clerk
-from dsx.comm.links.door import RECORDS, Door, GoingOn, Ranks, meet_rank, packed_records
+from dsx.comm.links.door import RECORDS, Door, meet_rank, packed_records
 from dsx.comm.links.link import Link
+from dsx.comm.links.meeting import Met
+from dsx.comm.links.places import Ranks
 from dsx.comm.links.rank_views import Board, FirstRankViews, OtherRankViews
 from dsx.comm.meet import hello_of
 from dsx.comm.rendezvous import Rendezvous
@@ -22,7 +22,6 @@ from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:
     from dsx.comm.joining import RendezvousConfig
-    from dsx.comm.links.host_port import Where
 
 _LOOK_SECONDS = 0.05
 
@@ -37,18 +36,18 @@ class Coming:
         rank_info: RankInfo,
         rendezvous: Rendezvous,
         connect_own: Callable[[str], Any],
-        where: Where | None,
-        joins: GoingOn | None,
+        met: Met,
+        joins: bool,
     ) -> None:
-        """`connect_own` makes a key space of the cluster, over a connection of its own."""
+        """`connect_own` makes a key space of the cluster, over a connection of its own.
+
+        `joins`: a run goes on, which this cluster is to be taken into.
+        """
         self._link, self._config, self._rank_info = link, config, rank_info
         self._rendezvous, self._connect_own, self._joins = rendezvous, connect_own, joins
-        self._address = None if where is None else where.address
+        self._met = met
         self._board: Board | None = None
         self.clerk: Clerk | None = None  # of the first rank
-        self._places = connect_own("places")
-        place = json.dumps([self._address, where.slot if where else 0, link.incarnation])
-        self._places.set(f"place/{rank_info.rank}", place)
         link.serve(self._tell_records, RECORDS)
 
     def views(self, processes: dict[int, int]) -> Views:
@@ -69,7 +68,7 @@ class Coming:
             assert settings is not None
             self.clerk = Clerk(
                 self._link, dict.fromkeys(range(count), 0) | processes, settings.arbiter_id,
-                settings.suspect_seconds, board.tell, board.lost, self._joins is not None,
+                settings.suspect_seconds, board.tell, board.lost, self._joins,
             )  # fmt: skip
             atexit.register(self.clerk.close)  # before the link, which is registered earlier
             self._open_door(self.clerk, board)
@@ -102,12 +101,11 @@ class Coming:
 
     def _open_door(self, clerk: Clerk, board: Board) -> None:
         """Let clusters in that are started again, from now on."""
-        keys = [f"place/{rank}" for rank in range(self._rank_info.world_size)]
-        self._places.wait(keys, timedelta(seconds=self._config.join_deadline_seconds))
-        own = Ranks(tuple(tuple(json.loads(self._places.get(key))) for key in keys))
+        own = self._met.own
+        assert own is not None  # this is the first rank
 
         def come(cluster: int, ranks: Ranks) -> None:
-            places = json.dumps(ranks.places)
+            places = ranks.pack()
             board.let_in(cluster, places)
             self._expect(cluster, places)
 
@@ -116,9 +114,8 @@ class Coming:
 
     def _expect(self, cluster: int, places: str) -> None:
         """Expect the rank of this one's number of a cluster that has been started again."""
-        own = Ranks(((self._address, 0, 0),) * self._rank_info.world_size)
-        ranks = Ranks(tuple((a, slot, process) for a, slot, process in json.loads(places)))
-        meet_rank(self._link, cluster, ranks, own)
+        place = Ranks.unpack(places).places[self._link.rank]
+        meet_rank(self._link, cluster, place, self._met.address)
 
     def _tell_records(self, asker: Any, body: bytes, answer: Callable[[bytes], object]) -> None:
         answer(packed_records(self._rendezvous.records))

@@ -18,6 +18,7 @@ from typing import Any
 
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import address_to_call
+from dsx.comm.links.places import Place, Ranks
 from dsx.comm.links.requests import Answer, Name
 from dsx.comm.links.settings import LinkSettings
 
@@ -26,30 +27,13 @@ _ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Where the ranks of one cluster are called, by number: address, slot, incarnation."""
-
-    places: tuple[tuple[str | None, int, int], ...]
-
-
-@dataclass(frozen=True)
 class GoingOn:
-    """A run that goes on: its name, who trains, by id where their ranks are, what each has said."""
+    """A run that goes on: its name, and of who trains, by id, where their ranks are; those are
+    known to the first rank alone.
+    """  # fmt: skip
 
     session: str
     clusters: dict[int, Ranks]
-
-    def pack(self) -> str:
-        """Return it as a text."""
-        ranks = {str(id): ranks.places for id, ranks in self.clusters.items()}
-        return json.dumps({"session": self.session, "clusters": ranks})
-
-    @classmethod
-    def unpack(cls, text: str) -> GoingOn:
-        """Return what `pack` has made a text."""
-        told = json.loads(text)
-        clusters = {int(id): _ranks(places) for id, places in told["clusters"].items()}
-        return cls(told["session"], clusters)
 
 
 class Door:
@@ -77,7 +61,7 @@ class Door:
                 return
             if verb != "come":
                 raise ValueError(f"verb {verb!r:.40}")
-            ranks = _ranks(operands[0])
+            ranks = Ranks.of(operands[0])
         except (ValueError, TypeError, KeyError, IndexError) as error:
             answer(json.dumps({"error": f"a request that cannot be done: {error}"}).encode())
             return
@@ -132,7 +116,7 @@ class Knock:
 
 def going_on_of(found: Mapping[int, Mapping[str, Any]]) -> GoingOn:
     """Return the run whose clusters have answered so."""
-    clusters = {id: _ranks(told["places"]) for id, told in sorted(found.items())}
+    clusters = {id: Ranks.of(told["places"]) for id, told in sorted(found.items())}
     return GoingOn(found[min(found)]["session"], clusters)
 
 
@@ -146,12 +130,12 @@ def enter(link: Link, clusters: Sequence[int], own: Ranks, seconds: float) -> No
             raise RuntimeError(f"cluster {cluster}: {told['error']}")
 
 
-def meet_rank(link: Link, cluster: int, ranks: Ranks, own: Ranks) -> None:
+def meet_rank(link: Link, cluster: int, place: Place, own_address: str | None) -> None:
     """Expect the rank of this one's number of another cluster; either calls, by their ids."""
-    theirs, ours = ranks.places[link.rank], own.places[link.rank]
-    addresses = {cluster: theirs[0], link.cluster_id: ours[0]}
+    theirs, slot, process = place
+    addresses = {cluster: theirs, link.cluster_id: own_address}
     address = address_to_call(link.cluster_id, cluster, addresses)
-    link.expect(cluster, link.rank, address, theirs[2], theirs[1])
+    link.expect(cluster, link.rank, address, process, slot)
 
 
 def packed_records(records: Sequence[Any]) -> bytes:
@@ -162,10 +146,6 @@ def packed_records(records: Sequence[Any]) -> bytes:
 def unpacked_records(message: bytes) -> list[Any]:
     """Return what `packed_records` has packed."""
     return json.loads(zlib.decompress(message))
-
-
-def _ranks(places: Any) -> Ranks:
-    return Ranks(tuple((a, int(slot), int(process)) for a, slot, process in places))
 
 
 def _answer(asked: Future[bytes]) -> dict[str, Any]:

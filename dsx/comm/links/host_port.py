@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -34,6 +34,7 @@ from dsx.comm.links.requests import Name
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.tcp import listen
 from dsx.comm.links.trust import load_trust, open_link
+from dsx.comm.through_first import through_first
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
@@ -148,6 +149,11 @@ class HostGateway:
         """The process that listens now."""
         return None if self._gateway is None else self._gateway.pid
 
+    @property
+    def num_joined(self) -> int:
+        """How many connections go through it now; it is asked, and GatewayLost if it is gone."""
+        return 0 if self._gateway is None else int(self._gateway.counts()["joined"])
+
     def start(self) -> None:
         """Listen; OSError where that cannot be. The port stays open while no gateway runs."""
         host, port = self._settings.listens_at, self._settings.port
@@ -242,18 +248,17 @@ def _hand_over(
     started = f"gateway/{here[0]}"
     if rank != here[0]:
         what = f"the gateway that rank {here[0]} starts"
-        said = json.loads(_get(store, started, what, deadline_seconds))
-        if isinstance(said, str):
-            raise PeerLost(f"rank {here[0]} of this host cannot start its gateway: {said}")
-        link.ways = {(m, r): address for m, r, address in said}
+        told = json.loads(_get_all(store, [started], what, deadline_seconds)[0])
+        if isinstance(told, str):
+            raise PeerLost(f"rank {here[0]} of this host cannot start its gateway: {told}")
+        link.ways = {(m, r): address for m, r, address in told}
         return
-    ports = {
-        r: int(_get(store, f"port/{r}", f"the port of rank {r}", deadline_seconds)) for r in here
-    }
+    said = _get_all(store, [f"port/{r}" for r in here], "the ports of its ranks", deadline_seconds)
+    ports = dict(zip(here, map(int, said), strict=True))
     name, relayed = settings.names[own], settings.through_relay
     others = [m for m in relayed if m != own] if own in relayed else []
     ranks = {rank_name(name, r): (slot, _LOOPBACK, ports[r]) for slot, r in enumerate(here)}
-    gateway = HostGateway(settings, ranks, own, [(m, r) for m in others for r in {0, *here}])
+    gateway = HostGateway(settings, ranks, own, [(m, r) for m in others for r in here])
     try:
         gateway.start()
     except (OSError, GatewayLost) as error:
@@ -274,22 +279,23 @@ def _ranks_of_this_host(
     """Return the cluster's ranks that run here, this one with them, in order."""
     network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
     own = json.dumps([socket.gethostname(), network])  # containers may share either
-    store.set(f"host/{rank_info.rank}", own)
-    hosts = [
-        _get(store, f"host/{r}", f"rank {r} of this cluster", deadline_seconds)
-        for r in range(rank_info.world_size)
-    ]
-    return [r for r, host in enumerate(hosts) if host == own]
+
+    def grouped(hosts: list[str]) -> list[list[int]]:
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks.setdefault(host, []).append(rank)
+        return [ranks[host] for host in hosts]
+
+    return through_first(store, "hosts", rank_info, own, grouped, deadline_seconds)
 
 
-def _get(store: dist.Store, key: str, what: str, seconds: float) -> str:
+def _get_all(store: dist.Store, keys: list[str], what: str, seconds: float) -> list[bytes]:
     try:
         with waiting_for(what, seconds):
-            store.wait([key], timedelta(seconds=seconds))
-            value: Any = store.get(key)
+            store.wait(keys, timedelta(seconds=seconds))
+            return store.multi_get(keys)
     except RuntimeError as error:
         raise PeerLost(
             f"{what} did not come within {seconds:g} s (clusters.join_deadline_seconds): "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,45 +1,51 @@
 """How clusters meet over links, and how ranks that have met find each other's.
 
-The store is that of the first member that can be called: its first rank has the values, at the
-address that all have. Of two ranks the later cluster's calls, unless the earlier one's only can.
+First ranks meet at the first member that can be called: its first rank keeps a store, at the
+address that all have. They tell each other there where all ranks of their clusters are, and each
+tells those of its own cluster where theirs of the same number are. So what is connected and asked
+at one place grows with the number of clusters, or of a cluster's ranks, and never with both. Ranks
+of another number have their own store, at that member's rank of their number, which they are
+connected with for what they exchange later.
+
+Of two ranks the later cluster's calls, unless the earlier one's only can.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from dsx.comm.address import bracketed
 from dsx.comm.links.host_port import Where
 from dsx.comm.links.link import Link
+from dsx.comm.links.places import Place, Ranks
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.store import LinkStore, Shelf
 from dsx.comm.open_files import make_room
+from dsx.comm.through_first import through_first
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 _LOOK_SECONDS = 0.1
+_FILES_OF_CONNECTION = 5  # itself, and what libzmq wakes up its threads by
 
 
 def open_meeting(
     settings: LinkSettings,
     rank_info: RankInfo,
     link: Link,
-    master: str,
     deadline_seconds: float,
     look: Callable[[int], bool] | None = None,
 ) -> LinkStore:
-    """Return the store that all meet at; PeerLost, and the link closed, if nobody answers there.
+    """Return the store that the ranks of this number meet at, in all clusters.
 
-    `master` is the host of the own cluster's first rank. ValueError if nobody can be called. `look`
-    is asked, with the store's holder, until it says that it need not be waited for.
+    The first rank waits until it is there; PeerLost, and the link closed, if nobody answers. Others
+    reach theirs once they are met (`meet_peers`). ValueError if nobody can be called. `look` is
+    asked, with the store's holder, until it says that it need not be waited for.
     """
     own = rank_info.cluster_id
     addresses = [settings.address_of(m) for m in range(len(settings.names))]
@@ -51,15 +57,10 @@ def open_meeting(
             "NAME=HOST:PORT, or give link.relay, the address of a `dsx relay`"
         )
     holder = callable_ones[0] if callable_ones else 0
-    address = addresses[holder] or link.ways.get((holder, 0))
     if own == holder:
-        address = f"{_host_of_own(settings, master)}:{settings.port}"
-    if own == holder and rank_info.rank == 0:
-        callers = rank_info.num_clusters * rank_info.world_size
-        streams = settings.streams + 1
-        make_room(streams * callers, f"{streams} connections of each of {callers} ranks")
         link.serve(Shelf().serve)
-    else:
+    elif rank_info.rank == 0:
+        address = addresses[holder] or link.ways.get((holder, 0))
         link.expect(holder, 0, address)
         what = f"the first rank of {settings.names[holder]} (cluster {holder}) at {address}"
         try:
@@ -71,15 +72,7 @@ def open_meeting(
                 f"{what} did not answer within {deadline_seconds:g} s "
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
-    return LinkStore(link, (holder, 0))
-
-
-def _host_of_own(settings: LinkSettings, master: str) -> str:
-    """Return where the own cluster's ranks call its first one: there it listens, or everywhere."""
-    host = settings.listens_at
-    if host in ("0.0.0.0", "::"):
-        return master
-    return bracketed(host)
+    return LinkStore(link, (holder, rank_info.rank))
 
 
 def _wait_for(link: Link, holder: int, seconds: float, look: Callable[[int], bool] | None) -> None:
@@ -96,32 +89,72 @@ def _wait_for(link: Link, holder: int, seconds: float, look: Callable[[int], boo
     return None
 
 
-def say_where(store: dist.Store, link: Link, where: Where) -> None:
-    """Tell where this rank's link can be called."""
-    said = {**asdict(where), "incarnation": link.incarnation}
-    store.set(_key(link.cluster_id, link.rank), json.dumps(said))
+@dataclass(frozen=True)
+class Met:
+    """Where ranks are called: this one, `peers` of its number by cluster, this one among them; all
+    of the `own` cluster, which its first rank alone knows.
+    """  # fmt: skip
+
+    address: str | None  # of this rank
+    peers: Mapping[int, Place]
+    own: Ranks | None
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """The incarnations of the peers, this one with them."""
+        return {cluster: process for cluster, (_, _, process) in self.peers.items()}
 
 
-def connect_peers(
-    store: dist.Store, link: Link, clusters: Sequence[int], deadline_seconds: float
-) -> dict[int, int]:
-    """Connect to the ranks with this one's number in other clusters; PeerLost names who is not.
+def meet_peers(
+    shared: dist.Store,
+    own: dist.Store | None,
+    link: Link,
+    where: Where,
+    rank_info: RankInfo,
+    deadline_seconds: float,
+    streams: int = 1,
+) -> Met:
+    """Find the ranks with this one's number in other clusters, and begin to connect with them.
 
-    Returns the incarnations of all, the own one with them, by cluster.
+    `shared` is where first ranks meet, and `own` the cluster's key space, None of one rank. Each
+    peer has `streams` connections besides the one for short messages: ValueError if this process
+    may not have as many files open. PeerLost names who does not come.
 
     The later cluster calls the earlier one, unless that one can only call.
     """
-    addresses: dict[int, str | None] = {}
-    incarnations: dict[int, int] = {}
-    told = _where_all_are(store, sorted({*clusters, link.cluster_id}), link.rank, deadline_seconds)
-    for cluster, where in told.items():
-        addresses[cluster] = where["address"]
-        incarnations[cluster] = where["incarnation"]
+    count = rank_info.num_clusters
+    make_room(
+        _FILES_OF_CONNECTION * (streams + 1) * (count - 1),
+        f"{streams + 1} connections to each of {count - 1} clusters",
+    )
+    all_own: list[Ranks] = []
+
+    def exchange(places: list[Place]) -> list[list[Place]]:
+        ranks = Ranks.of(places)
+        all_own.append(ranks)
+        told = _tell_first_ranks(shared, ranks, rank_info, deadline_seconds)
+        return [list(of_number) for of_number in zip(*(t.places for t in told), strict=True)]
+
+    place = where.address, where.slot, link.incarnation
+    if own is None:
+        of_number = exchange([place])[0]
+    else:
+        of_number = through_first(
+            own, "places", rank_info, place, exchange, deadline_seconds, deadline_seconds
+        )
+    peers = dict(enumerate(Ranks.of(of_number).places))
+    addresses = {cluster: address for cluster, (address, _, _) in peers.items()}
+    for cluster, (_, slot, process) in peers.items():
         if cluster != link.cluster_id:
             address = address_to_call(link.cluster_id, cluster, addresses)
             if address is None and cluster < link.cluster_id:
                 address = link.ways.get((cluster, link.rank))
-            link.expect(cluster, link.rank, address, where["incarnation"], where["slot"])
+            link.expect(cluster, link.rank, address, process, slot)
+    return Met(where.address, peers, all_own[0] if all_own else None)
+
+
+def wait_for_peers(link: Link, clusters: Sequence[int], deadline_seconds: float) -> None:
+    """Return once the links to ranks of this number stand; PeerLost names one that does not."""
     for cluster in clusters:
         what = f"a link to rank {link.rank} of cluster {cluster}"
         try:
@@ -132,29 +165,28 @@ def connect_peers(
                 f"{what} does not stand within {deadline_seconds:g} s "
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
-    return incarnations
 
 
-def _where_all_are(
-    store: dist.Store, clusters: Sequence[int], rank: int, deadline_seconds: float
-) -> dict[int, dict[str, Any]]:
-    """Return what ranks of this number have said, by cluster; PeerLost names the first who is not.
-
-    However many clusters there are, it is asked for them twice.
-    """
-    keys = [_key(cluster, rank) for cluster in clusters]
-    shown = [f"where rank {rank} of cluster {cluster} can be called" for cluster in clusters]
+def _tell_first_ranks(
+    store: dist.Store, own: Ranks, rank_info: RankInfo, deadline_seconds: float
+) -> list[Ranks]:
+    """Return where the ranks of all clusters are, by cluster; PeerLost names who says nothing."""
+    keys = [f"places/{cluster}" for cluster in range(rank_info.num_clusters)]
+    store.set(keys[rank_info.cluster_id], own.pack())
     try:
-        with waiting_for(shown[0] if len(shown) == 1 else f"where ranks {rank} can be called",
-                         deadline_seconds):  # fmt: skip
+        with waiting_for("where other clusters' ranks can be called", deadline_seconds):
             store.wait(keys, timedelta(seconds=deadline_seconds))
-        return dict(zip(clusters, map(json.loads, store.multi_get(keys)), strict=True))
+            return [Ranks.unpack(store.get(key).decode()) for key in keys]
     except RuntimeError as error:
         try:
-            what = next(text for k, text in zip(keys, shown, strict=True) if not store.check([k]))
-        except (StopIteration, RuntimeError):
-            what = shown[0]
-        raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
+            silent = [c for c, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:  # the store has gone
+            silent = []
+        who = f"cluster(s) {', '.join(map(str, silent))}" if silent else "other clusters"
+        raise PeerLost(
+            f"where the ranks of {who} can be called was not said within {deadline_seconds:g} s "
+            f"(clusters.join_deadline_seconds): {str(error).splitlines()[0]}"
+        ) from error
 
 
 def address_to_call(own: int, other: int, addresses: Mapping[int, str | None]) -> str | None:
@@ -162,7 +194,3 @@ def address_to_call(own: int, other: int, addresses: Mapping[int, str | None]) -
     if other > own:
         return addresses[other] if addresses[own] is None else None
     return addresses[other]
-
-
-def _key(cluster: int, rank: int) -> str:
-    return f"link/{cluster}/{rank}"

@@ -1,7 +1,7 @@
 """The memberships as each rank of a cluster hears of them: the first one has them from its clerk.
 
-It puts each into the cluster's own store, under its number; the others wait there, and note there
-whom they do not reach.
+It puts each into the cluster's own store, under its number, and clusters that come again between
+them; the others look there, by one request each time, and note there whom they do not reach.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Board:
         self._readers: list[queue.Queue[Told]] = []
         self._all: list[Told] = []
         self._lock = threading.Lock()
+        self._num_put = 0  # in the store
         self._lost: dict[int, tuple[int, str]] = {}  # how often it had come by then, and why
         self._look_at, self._num_noted = 0.0, 0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
@@ -49,8 +50,7 @@ class Board:
             self._all.append(told)
             for reader in self._readers:
                 reader.put(told)
-            if self._store is not None:
-                self._store.set(f"view/{len(self._all)}", packed(told))
+            self._put(packed(told))
 
     def reader(self) -> queue.Queue[Told]:
         """Return what gets all that is told, from the beginning on."""
@@ -67,12 +67,9 @@ class Board:
         `ranks` says where they are.
         """
         with self._lock:
-            number = sum(self._come.values()) + 1
             self._come[cluster] = self._come.get(cluster, 0) + 1
             self._process[cluster] = int(json.loads(ranks)[0][2])
-            if self._store is not None:
-                told = json.dumps([cluster, self._come[cluster], ranks])
-                self._store.set(f"come/{number}", told)
+            self._put(json.dumps({"come": [cluster, self._come[cluster], ranks]}))
 
     def lost(self) -> Mapping[int, tuple[int, str]]:
         """Return whom other ranks have lost: which process of its first rank that has been let in
@@ -86,6 +83,11 @@ class Board:
                 id: (self._process.get(id, 0), why) for id, (come, why) in self._lost.items()
                 if come == self._come.get(id, 0)
             }  # fmt: skip
+
+    def _put(self, told: str) -> None:
+        if self._store is not None:
+            self._num_put += 1
+            self._store.set(f"told/{self._num_put}", told)
 
     def _look_who_is_lost(self, store: Any) -> None:
         num_noted = store.add(_NOTED, 0)
@@ -159,17 +161,16 @@ class OtherRankViews(_Views):
         self._members = members
         self._noted: dict[str, tuple[int, str]] = {}  # whom this rank does not reach, and why
         self._number = 0
-        self._num_come = 0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
 
     def next(self, epoch: int, seconds: float) -> Membership | None:
         """Return the newest membership, if it is later; PeerLost says why there is none."""
         found: Membership | None = None
-        self._look_who_comes()
-        while self._is_there(f"view/{self._number + 1}", 0.0 if found else seconds):
-            self._number += 1
-            told = self._take(unpacked(self._store.get(f"view/{self._number}")))
-            if told is not None:
+        while (text := self._next_text(0.0 if found else seconds)) is not None:
+            if text.startswith(b'{"come"'):
+                cluster, self._come[cluster], ranks = json.loads(text)["come"]
+                self._expect(cluster, ranks)
+            elif (told := self._take(unpacked(text))) is not None:
                 self._members = told.ids
                 found = told if told.epoch > epoch else found
         self._look_who_is_lost()
@@ -191,22 +192,19 @@ class OtherRankViews(_Views):
         except RuntimeError as error:
             raise _no_store(error) from error
 
-    def _look_who_comes(self) -> None:
-        while self._is_there(f"come/{self._num_come + 1}", 0.0):
-            self._num_come += 1
-            cluster, times, ranks = json.loads(self._store.get(f"come/{self._num_come}"))
-            self._come[cluster] = times
-            self._expect(cluster, ranks)
-
-    def _is_there(self, key: str, seconds: float) -> bool:
-        """Look, and look again after so long; the store's own waits print what they miss."""
+    def _next_text(self, seconds: float) -> bytes | None:
+        """Look; None, after a while, if there is nothing. The store's own waits print what they
+        miss.
+        """  # fmt: skip
+        key = f"told/{self._number + 1}"
         try:
             if self._store.check([key]):
-                return True
-            time.sleep(min(seconds, _LOOK_SECONDS))
-            return seconds > 0 and self._store.check([key])
+                self._number += 1
+                return self._store.get(key)
         except RuntimeError as error:
             raise _no_store(error) from error
+        time.sleep(min(seconds, _LOOK_SECONDS))
+        return None
 
 
 def _no_store(error: RuntimeError) -> PeerLost:

@@ -70,6 +70,10 @@ class Shelf:
             return [values.get(str(key)) for key in operands[0]]
         if verb == "check":
             return all(key in values for key in operands[0])
+        if verb == "multi_set":
+            for key, value in zip(*operands, strict=True):
+                self._do("set", [key, value])
+            return True
         key, *rest = operands
         if len(values) >= _MOST_KEYS and key not in values:
             raise ValueError(f"the store is full: {_MOST_KEYS} keys")
@@ -137,6 +141,10 @@ class LinkStore(dist.Store):
         if None in values:
             raise RuntimeError(f"the key {keys[values.index(None)]} has not been set")
         return [value.encode() for value in values]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        """Put several values on the shelf."""
+        self._ask("multi_set", keys, [_text(value) for value in values])
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have been set."""

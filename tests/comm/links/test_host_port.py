@@ -11,6 +11,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dsx.comm.interfaces import own_address
 from dsx.comm.links import host_port
 from dsx.comm.links.host_port import HostGateway, Where, open_on_host
 from dsx.comm.links.link import Link
-from dsx.comm.links.meeting import connect_peers, open_meeting, say_where
+from dsx.comm.links.meeting import Met, meet_peers, open_meeting, wait_for_peers
 from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.topology import RankInfo
@@ -46,10 +47,14 @@ def stack() -> Generator[ExitStack]:
 def open_ranks(
     stack: ExitStack, settings: LinkSettings, size: int, elsewhere: tuple[int, ...] = ()
 ) -> list[tuple[Link, Where] | Exception]:
-    """Open berlin's ranks, as their processes would; those `elsewhere` only say that they are."""
+    """Open berlin's ranks, as their processes would; those `elsewhere`, the first, are another
+    host's, which is told of all.
+    """
     store: Any = dist.HashStore()
-    for rank in elsewhere:
-        store.set(f"host/{rank}", json.dumps(["another host", 1]))
+    here = [rank for rank in range(size) if rank not in elsewhere]
+    if elsewhere:
+        for rank in here:
+            store.set(f"hosts/for/{rank}", json.dumps({"value": here}))
 
     def open_one(rank: int) -> tuple[Link, Where] | Exception:
         try:
@@ -58,7 +63,6 @@ def open_ranks(
         except (OSError, PeerLost) as error:
             return error
 
-    here = [rank for rank in range(size) if rank not in elsewhere]
     with ThreadPoolExecutor(len(here)) as threads:
         opened = list(threads.map(open_one, here))
     for each in opened:
@@ -115,7 +119,7 @@ def test_a_second_host_is_called_where_it_reaches_the_other_members(stack: ExitS
         (replace(beyond, host="127.0.0.1"), None),
     ]:
         store: Any = dist.HashStore()
-        store.set("host/0", json.dumps(["another host", 1]))
+        store.set("hosts/for/1", json.dumps({"value": [1]}))
         info = RankInfo(0, 2, 1, 2)
         link, where = open_on_host(settings, info, store, far, SECONDS, interface)
         link.close()
@@ -157,7 +161,9 @@ def test_a_port_that_is_taken_is_named_by_all(stack: ExitStack) -> None:
 
 def test_a_rank_that_does_not_come_is_named(stack: ExitStack) -> None:
     store: Any = dist.HashStore()
-    with pytest.raises(PeerLost, match=r"rank 1 of this cluster did not come within 0.2 s"):
+    with pytest.raises(
+        PeerLost, match=r"waits for its rank\(s\) 1, which did not come within 0.2 s"
+    ):
         open_on_host(settings_at(free_port()), RankInfo(0, 2, 0, 2), store, "127.0.0.1", 0.2)
 
 
@@ -178,9 +184,11 @@ def test_clusters_that_only_call_reach_each_other_at_a_relay(
             if isinstance(held, HostGateway):
                 stack.callback(held.close)
         assert where == Where(None, rank)
-        store: Any = open_meeting(settings, info, link, "127.0.0.1", SECONDS)
-        say_where(store, link, where)
-        connect_peers(store, link, [1 - cluster], SECONDS)
+        store = open_meeting(settings, info, link, SECONDS)
+        met = meet_peers(store, own[cluster], link, where, info, SECONDS)
+        wait_for_peers(link, [1 - cluster], SECONDS)
+        assert met.peers[cluster] == (None, rank, link.incarnation)
+        assert (met.own is None) == (rank > 0)
         if rank == 0:  # one of them serves the meeting
             return b""
         link.serve(lambda asker, body, answer: answer(str(asker).encode()))
@@ -234,16 +242,51 @@ def test_one_that_never_starts_again_is_given_up(
     assert caplog.text.count("does not start again: port is taken") == 5
 
 
-@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0"])
-def test_ranks_meet_at_their_own_first_one_wherever_it_listens(stack: ExitStack, host: str) -> None:
-    """As in a tunnel, whose address is not the one at which the launcher has its store."""
-    port = free_port()
-    settings = LinkSettings(members=(f"berlin=127.0.0.2:{port}", "oslo"), port=port, host=host)
-    links = [each[0] for each in open_ranks(stack, settings, 2) if isinstance(each, tuple)]
-    stores = [
-        open_meeting(settings, RankInfo(0, 2, rank, 2), link, "127.0.0.1", 10.0)
-        for rank, link in enumerate(links)
-    ]
-    stores[1].set("key", "value")
-    assert stores[0].get("key") == b"value"
-    assert len(links) == 2
+def test_first_ranks_alone_meet_and_others_have_a_store_of_their_number(stack: ExitStack) -> None:
+    """Two clusters of three ranks: what goes through the gateway is two connections of each."""
+    settings = settings_at(free_port())
+    own = (dist.HashStore(), dist.HashStore())
+    gateways: list[HostGateway] = []
+
+    def run(place: tuple[int, int]) -> tuple[Any, Met]:
+        cluster, rank = place
+        info = RankInfo(cluster, 2, rank, 3)
+        link, where = open_on_host(settings, info, own[cluster], "127.0.0.1", SECONDS)
+        stack.callback(link.close)
+        for held in link.held:
+            if isinstance(held, HostGateway):
+                gateways.append(held)
+                stack.callback(held.close)
+        store: Any = open_meeting(settings, info, link, SECONDS)
+        assert link.process_at((0, 0)) is None or rank == 0
+        met = meet_peers(store, own[cluster], link, where, info, SECONDS)
+        wait_for_peers(link, [1 - cluster], SECONDS)
+        store.set(f"of {cluster}", str(rank))
+        store.wait(["of 0", "of 1"], timedelta(seconds=SECONDS))
+        return store.multi_get(["of 0", "of 1"]), met
+
+    places = [(cluster, rank) for cluster in range(2) for rank in range(3)]
+    with ThreadPoolExecutor(len(places)) as threads:
+        found = dict(zip(places, threads.map(run, places), strict=True))
+    for (cluster, rank), (values, met) in found.items():
+        assert values == [str(rank).encode()] * 2  # of the ranks of one number alone
+        address = settings.address_of(0)
+        assert [met.peers[c][:2] for c in (0, 1)] == [(address, rank), (None, 0)]
+        assert met.processes == found[1 - cluster, rank][1].processes
+    assert gateways[0].num_joined == 2 * 3
+
+
+def test_a_cluster_that_does_not_say_where_its_ranks_are_is_named_by_all(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    own, shared = dist.HashStore(), dist.HashStore()
+    opened: Any = open_ranks(stack, settings, 2)
+
+    def meet(rank: int) -> str:
+        link, where = opened[rank]
+        with pytest.raises(PeerLost) as lost:
+            meet_peers(shared, own, link, where, RankInfo(0, 2, rank, 2), 0.3)
+        return str(lost.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, range(2))
+    assert first == second and first.startswith("where the ranks of cluster(s) 1 can be called")

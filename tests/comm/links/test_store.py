@@ -28,6 +28,9 @@ def test_it_is_one_for_both_and_takes_torchs_prefixes(links: list[Link]) -> None
     near, far = (dist.PrefixStore("a run", LinkStore(link, (0, 0))) for link in links)
     assert not far.check(["x"])
     near.set("x", "1")
+    far.multi_set(["y", "z"], ["2", "3"])
+    assert near.multi_get(["x", "z"]) == [b"1", b"3"]
+    assert LinkStore(links[1], (0, 0)).delete_key("a run/y")
     assert far.get("x") == b"1" and far.check(["x"]) and not far.check(["x", "y"])
     assert [far.add("n", 2), near.add("n", 3), far.add("n", 0)] == [2, 5, 5]
     assert far.compare_set("c", "", "first") == b"first"
