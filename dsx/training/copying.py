@@ -230,7 +230,7 @@ class Copying:
         url = self._remote.place(self._notices.cluster, copy.path.name)
         try:
             total = sum(path.stat().st_size for path in files_in(copy.path))
-            progress = Progress(f"copying to {url}", total, True, level=logging.INFO)
+            progress = Progress(f"copying to {url}", total, True, is_waited_for=False)
             num_bytes = self._remote.copy(copy.path, partial(self._pace, progress))
         except (Changed, FileNotFoundError) as error:
             logger.info("%s is not copied: %s", copy.path, error)
