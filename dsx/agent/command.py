@@ -63,7 +63,6 @@ def agent(
 ) -> None:
     """Run a site's launcher: start it again where it fails, and leave in time where told to."""
     from dsx.agent.agent import PASSED_ON, Agent
-    from dsx.agent.copies import OPTION
     from dsx.agent.notice import Notice
     from dsx.agent.tries import Tries
 
@@ -73,11 +72,7 @@ def agent(
         raise ValueError(f"--notice-signal {notice_signal} must be one of {', '.join(_SIGNALS)}")
     if to is not None and (checkpoints is None or notice is None):
         raise ValueError("--to needs --notice, and --checkpoints DIR, the folder to copy from")
-    remote = None
-    if to is not None:
-        from dsx.checkpoint.remote import Remote
-
-        remote = Remote(to, OPTION)  # says now what is missing
+    remote = None if to is None else _open(to)
     logging.basicConfig(level=logging.INFO, format="dsx agent: %(message)s", force=True)
     looked_after = Agent(
         command, Tries(tries, window, wait, most_wait), grace, _SIGNALS[notice_signal]
@@ -95,6 +90,14 @@ def agent(
     if looked_after.was_noticed and remote is not None and checkpoints is not None:
         _copy(checkpoints, remote)
     raise typer.Exit(status)
+
+
+def _open(to: str) -> Remote:
+    """Say now what is missing for such a URL."""
+    from dsx.agent.copies import OPTION
+    from dsx.checkpoint.remote import Remote
+
+    return Remote(to, OPTION)
 
 
 def _copy(checkpoints: Path, remote: Remote) -> None:

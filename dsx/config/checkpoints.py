@@ -55,10 +55,11 @@ def check_checkpoints(checkpoints: CheckpointsConfig) -> None:
         check_url(checkpoints.remote, REMOTE)
         return
     for name in _OF_REMOTE:
-        if name in checkpoints.model_fields_set and getattr(checkpoints, name) is not None:
+        value = getattr(checkpoints, name)
+        if value != type(checkpoints).model_fields[name].default:
             raise ConfigError(
-                f"dsx.checkpoints.{name}={getattr(checkpoints, name)!r} has no effect without "
-                "checkpoints.remote: set that, or leave it out"
+                f"dsx.checkpoints.{name}={value!r} has no effect without checkpoints.remote: set "
+                "that, or leave it out"
             )
 
 
