@@ -11,7 +11,6 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +181,17 @@ def _name(unfinished: Path, final: Path) -> None:
     """Give what was fetched its name; another cluster of this disk may have been first."""
     for path in unfinished.rglob("*"):
         sync_to_disk(path)
-    if final.exists():
-        if DAMAGED not in read_manifest(final / MANIFEST):
-            return
-        shutil.rmtree(final)
-    with suppress(FileExistsError):
+    if _is_complete(final):
+        return
+    shutil.rmtree(final, ignore_errors=True)
+    try:
         unfinished.rename(final)
+    except OSError:
+        if not _is_complete(final):
+            raise
     sync_to_disk(final.parent)
+
+
+def _is_complete(tag: Path) -> bool:
+    manifest = tag / MANIFEST
+    return manifest.is_file() and DAMAGED not in read_manifest(manifest)

@@ -18,7 +18,7 @@ from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.diverged import mark_diverged
 from dsx.checkpoint.remote import Remote
 from dsx.checkpoint.tags import complete_tags
-from dsx.config.checkpoints import CheckpointsConfig, check_checkpoints
+from dsx.config.checkpoints import CheckpointsConfig, check_checkpoints, refuse_of_script
 from dsx.config.files import ConfigError
 from dsx.training import copying
 from dsx.training.copying import Copying
@@ -307,3 +307,16 @@ def test_another_directory_is_told_and_left(
 def test_settings_that_have_no_effect_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_checkpoints(CheckpointsConfig(**given))
+
+
+def test_saves_of_a_script_are_its_own() -> None:
+    refuse_of_script(CheckpointsConfig())
+    with pytest.raises(ConfigError, match="remote='s3://b' is not served with plain PyTorch"):
+        refuse_of_script(CheckpointsConfig(remote="s3://b"))
+    with pytest.raises(ConfigError, match="keep=2 has no effect here"):
+        refuse_of_script(CheckpointsConfig(keep=2))
+
+
+def test_clusters_may_have_places_of_their_own_but_all_have_one() -> None:
+    near, far, none = (CheckpointsConfig(remote=url) for url in ("s3://a", "gs://b", None))
+    assert near.common() == far.common() != none.common()
