@@ -156,8 +156,8 @@ class Copying:
             return
         self._take_done()
         if not self._is_ending():
-            if self._last is not None and not self._is_under_way(self._last):
-                self._do(partial(self._copy, self._last))
+            if self._last is not None and self._last.key not in self._copied:
+                self._do(partial(self._copy, self._last))  # nothing goes over twice
             self._wait()
         self._stop()
 
@@ -187,12 +187,6 @@ class Copying:
                 "ends; what is complete there stays, and what is missing can be copied with "
                 "`dsx agent --to` or by hand, dsx.json last", self._remote.url, seconds,
             )  # fmt: skip
-
-    def _is_under_way(self, copy: _Copy) -> bool:
-        return copy.key in self._copied or (self._open == copy and not self._is_own_done())
-
-    def _is_own_done(self) -> bool:
-        return self._notices.cluster in self._has
 
     def _is_of_base(self, path: Path) -> bool:
         """Whether a tag lies where this run's others do; says so where it does not."""
@@ -250,10 +244,10 @@ class Copying:
             done = self._done.get()
             copy, why = done.copy, done.why
             url = self._remote.place(self._notices.cluster, copy.path.name)
-            if why == "":
+            if why == "" and copy.key not in self._copied:
                 self._copied.add(copy.key)
                 self._told.copied(copy.path, copy.step, url, done.num_bytes, done.seconds)
-            elif why is not None:
+            elif why:
                 self._told.not_copied(copy.path, copy.step, url, why)
             if not self._is_closed:
                 told: dict[str, Any] = {"tag": copy.path.name, "step": copy.step}

@@ -245,6 +245,18 @@ def test_the_end_waits_for_the_last_one_and_no_longer_than_it_may(tmp_path: Path
     assert told.told == []
 
 
+def test_what_is_saved_again_as_finished_while_it_is_copied_goes_too(tmp_path: Path) -> None:
+    clusters = Clusters(tmp_path)
+    clusters.save(10)
+    clusters.pass_boundary()
+    clusters.save(10, is_finished=True)
+    allow(0, 1)
+    clusters.close()
+    for m in range(2):
+        assert clusters.remote.tags(m)["step10"]["is_finished"]
+    assert [one[:3] for one in clusters.told] == [("copied", 0, 10), ("copied", 1, 10)]
+
+
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_the_interpreter_waits_for_a_finished_model(tmp_path: Path, is_finished: bool) -> None:
     clusters = Clusters(tmp_path)
