@@ -11,11 +11,14 @@ import logging
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsx.core.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from dsx.checkpoint.remote import Remote
 
 _SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
 
@@ -60,7 +63,6 @@ def agent(
 ) -> None:
     """Run a site's launcher: start it again where it fails, and leave in time where told to."""
     from dsx.agent.agent import PASSED_ON, Agent
-    from dsx.agent.copies import open_target
     from dsx.agent.notice import Notice
     from dsx.agent.tries import Tries
 
@@ -70,8 +72,7 @@ def agent(
         raise ValueError(f"--notice-signal {notice_signal} must be one of {', '.join(_SIGNALS)}")
     if to is not None and (checkpoints is None or notice is None):
         raise ValueError("--to needs --notice, and --checkpoints DIR, the folder to copy from")
-    if to is not None:
-        open_target(to)  # says now what is missing
+    remote = None if to is None else _open(to)
     logging.basicConfig(level=logging.INFO, format="dsx agent: %(message)s", force=True)
     looked_after = Agent(
         command, Tries(tries, window, wait, most_wait), grace, _SIGNALS[notice_signal]
@@ -86,16 +87,24 @@ def agent(
     status = looked_after.run()
     if watch is not None:
         watch.close()
-    if looked_after.was_noticed and to is not None and checkpoints is not None:
-        _copy(checkpoints, to)
+    if looked_after.was_noticed and remote is not None and checkpoints is not None:
+        _copy(checkpoints, remote)
     raise typer.Exit(status)
 
 
-def _copy(checkpoints: Path, to: str) -> None:
+def _open(to: str) -> Remote:
+    """Say now what is missing for such a URL."""
+    from dsx.agent.copies import OPTION
+    from dsx.checkpoint.remote import Remote
+
+    return Remote(to, OPTION)
+
+
+def _copy(checkpoints: Path, remote: Remote) -> None:
     from dsx.agent.copies import copy_newest
 
     logger = logging.getLogger("dsx.agent")
     try:
-        copy_newest(checkpoints, to, lambda told: logger.info("copying: %s", told))
-    except OSError as error:
-        logger.error("not copied to %s: %s", to, error)
+        copy_newest(checkpoints, remote, lambda told: logger.info("copying: %s", told))
+    except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+        logger.error("not copied to %s: %s", remote.url, error)

@@ -71,15 +71,29 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a `dsx.json` says of its tag; what is wrong with it, under `DAMAGED`."""
     try:
-        manifest = json.loads(path.read_text())
+        text = path.read_text()
+    except ValueError as error:
+        return {DAMAGED: f"{path} cannot be read ({error})"}
+    return manifest_of_text(text, str(path))
+
+
+def manifest_of_text(text: str, where: str) -> dict[str, Any]:
+    """Return the same of the content of a `dsx.json` at `where`."""
+    try:
+        manifest = json.loads(text)
         expected = manifest.pop(_OWN, None)
     except (ValueError, AttributeError, TypeError) as error:  # no JSON, or that of no object
-        return {DAMAGED: f"{path} cannot be read ({error})"}
+        return {DAMAGED: f"{where} cannot be read ({error})"}
     if (expected or _FILES in manifest) and expected != of_manifest(manifest):
-        return {DAMAGED: f"{path} has changed since it was written: its checksum is another"}
+        return {DAMAGED: f"{where} has changed since it was written: its checksum is another"}
     manifest.pop(_FILES, None)
     manifest.pop(_SIZES, None)
     return manifest
+
+
+def files_of(manifest: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the checksums that a whole manifest holds, and the sizes of the engine's files."""
+    return dict(manifest.get(_FILES) or {}), dict(manifest.get(_SIZES) or {})
 
 
 def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:

@@ -272,6 +272,11 @@ def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> s
     return tag if tag in names else min(names, default=None)
 
 
+def has_same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two manifests are of the same step and run, and the same side of `finish()`."""
+    return _content(one) == _content(other)
+
+
 def _content(manifest: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what is equal in all clusters; a session ends with being told to end, once.
 

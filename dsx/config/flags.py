@@ -19,12 +19,12 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
+from dsx.config.checkpoints import CheckpointsConfig
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.metrics import MetricsConfig
 from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
 from dsx.config.sections import (
-    CheckpointsConfig,
     ClustersConfig,
     DivergenceConfig,
     GuardConfig,

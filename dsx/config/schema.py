@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from dsx.config.axes import read_choice
+from dsx.config.checkpoints import CheckpointsConfig, check_checkpoints
 from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.link import LinkConfig, check_link
@@ -27,7 +28,6 @@ from dsx.config.renames import with_new_names
 from dsx.config.sections import (
     COMMON,
     Block,
-    CheckpointsConfig,
     ClustersConfig,
     DivergenceConfig,
     GuardConfig,
@@ -70,7 +70,7 @@ class DsxConfig:
         clusters = self.clusters.model_dump(mode="json", include=set(COMMON))
         sections = {
             "link": self.link.common(),
-            "checkpoints": self.checkpoints.model_dump(),
+            "checkpoints": self.checkpoints.common(),
             "divergence": self.divergence.model_dump(),
             "guard": self.guard.model_dump(),
         }
@@ -141,6 +141,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     check_metrics(block.metrics, block.clusters.num_clusters)
     check_divergence(block.divergence)
     check_state(block.state)
+    check_checkpoints(block.checkpoints)
     check_address(block.clusters)
     check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)
     return DsxConfig(

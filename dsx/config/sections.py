@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import parse_address
+from dsx.config.checkpoints import CheckpointsConfig
 from dsx.config.files import ConfigError, shown
 from dsx.config.link import LinkConfig
 from dsx.config.metrics import MetricsConfig
@@ -122,23 +123,6 @@ class ClustersConfig(BaseModel):
     interface: _Text | None = None
     """The network interface towards the other clusters, such as "eth1"; null: that of the address
     which the host's name stands for, over links the one that leads to the other members."""
-
-
-class CheckpointsConfig(BaseModel):
-    """What becomes of checkpoints that are saved."""
-
-    model_config = _STRICT
-
-    keep: int | None = Field(default=None, ge=1)
-    """How many good checkpoints that all clusters hold are kept; older ones in the directory of a
-    save are deleted, but for those of a finished model. null: all. DeepSpeed's, and with Megatron
-    the outer state beside its own."""
-
-    beside_training: bool = False
-    """Whether the outer state of a save by DeepSpeed's `engine.save_checkpoint` is written by a
-    thread while training goes on, from copies of what changes meanwhile (`dsx memory --json` says
-    how much); what the engine writes itself is there before. All else is written at once: by other
-    engines, the Trainer, Lightning and Accelerate, by an order, as a run ends."""
 
 
 class DivergenceConfig(BaseModel):

@@ -31,11 +31,13 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         first_seconds: float = SECONDS_BETWEEN,
         shown: Callable[[float], str] = format_bytes,
+        is_waited_for: bool = True,
     ) -> None:
+        """Lines are of level INFO where nobody waits."""
         self._what = what
         self._total = total
         self._tells = tells
-        self._clock, self._shown = clock, shown
+        self._clock, self._shown, self._is_waited_for = clock, shown, is_waited_for
         self._began = clock()
         self._told = self._began + first_seconds - SECONDS_BETWEEN
         self.done = 0
@@ -47,10 +49,12 @@ class Progress:
         if self._tells and self.done and now - self._told >= SECONDS_BETWEEN:
             self._told = now
             rate = self.done / (now - self._began)
-            logger.warning(
-                "%s: %s of %s, %s/s, %.0f s left", self._what, self._shown(self.done),
-                self._shown(self._total), self._shown(rate), (self._total - self.done) / rate,
-            )  # fmt: skip
+            told = self._shown(self.done), self._shown(self._total), self._shown(rate)
+            left = (self._total - self.done) / rate
+            if self._is_waited_for:
+                logger.warning("%s: %s of %s, %s/s, %.0f s left", self._what, *told, left)
+            else:
+                logger.info("%s: %s of %s, %s/s, %.0f s left", self._what, *told, left)
 
     @property
     def seconds(self) -> float:

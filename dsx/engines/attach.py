@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsx.comm.world import World, current_world, join
+from dsx.config.checkpoints import refuse_of_script, refuse_remote
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import (
     ConfigError,
@@ -158,7 +159,7 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
     _refuse_unused(settings)
-    _refuse_of_script(settings)
+    refuse_of_script(settings.checkpoints)
     adapter = _torch_adapter(engine, optimizer, world, settings)
     told = {"facts": dict(facts)} if facts else {}
     compared = _settings_of(engine, as_list(optimizer))
@@ -243,16 +244,9 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
     }
 
 
-def _refuse_of_script(settings: DsxConfig) -> None:
-    if settings.checkpoints.keep is not None:
-        raise ConfigError(
-            f"dsx.checkpoints.keep={settings.checkpoints.keep} has no effect here: with plain "
-            "PyTorch the script writes its checkpoints, and deletes them; leave it out"
-        )
-
-
 def _refuse_of_megatron(settings: DsxConfig) -> None:
     _refuse_unused(settings)
+    refuse_remote(settings.checkpoints, "Megatron")
     if settings.divergence.max_rollbacks:
         raise ConfigError(
             f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "

@@ -100,6 +100,7 @@ FIGURES = (
     _counter("rollbacks", "Times that training has gone back to a checkpoint."),
     _gauge("checkpoint_step", "The step of the last checkpoint that this process has completed."),
     _gauge("checkpoint_timestamp_seconds", "When that was, since 1970."),
+    _gauge("checkpoint_copied_step", "The step of the last one that is at its remote place, too."),
     _gauge("disk_free_bytes", "Bytes that are free on a disk.", "of"),
     _gauge("disk_size_bytes", "Bytes that a disk has.", "of"),
     _gauge("process_bytes", "Bytes of the host's memory that the first rank's process holds."),
@@ -272,6 +273,10 @@ class Figures:
         self._set("dsx_checkpoint_timestamp_seconds", time.time())
         self._folders["checkpoints"] = path.parent
         self._disks_at = 0.0
+
+    def copied(self, step: int) -> None:
+        """Take a checkpoint that is complete at its remote place, too."""
+        self._set("dsx_checkpoint_copied_step", step)
 
     def rolled_back(self) -> None:
         """Count that training has gone back."""

@@ -101,6 +101,16 @@ class RunFile:
         if self._pending is None:
             self._write()
 
+    def copied(self, path: Path, url: str) -> None:
+        """Say of a checkpoint where a copy is."""
+        if self._directory is not None:
+            told = self._relative(path)
+            for entry in self._document["checkpoints"]:
+                if entry["path"] == told:
+                    entry["copied_to"] = url
+            if self._pending is None:
+                self._write()
+
     def rolled_back(self, why: str, step: int) -> None:
         """Say that the start which has just begun goes back, from a step of the one before."""
         if self._pending is not None:

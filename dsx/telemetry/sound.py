@@ -83,6 +83,8 @@ _NEEDED: dict[str, dict[str, _Check]] = {
     "machine": {"step": _is_count},
     "healed": {"step": _is_count},
     "not_saved": {"step": _is_count, "why": _is_text},
+    "not_copied": {"step": _is_count, "why": _is_text},
+    "copied": {"step": _is_count, "url": _is_text, "bytes": _is_finite, "seconds": _is_finite},
 }
 _LISTS = ("refused_by", "differed_in", "uncommitted_by", "idle_in", "guard_alarms", "guard_rungs")
 _IF_THERE: dict[str, dict[str, _Check]] = {
@@ -180,6 +182,7 @@ def _is_checkpoint(entry: Any) -> bool:
         and _is_count(cast("Record", entry).get("step"))
         and all(_is_text(cast("Record", entry).get(name)) for name in ("tag", "path"))
         and _is_moment(cast("Record", entry).get("time"))
+        and _is_text(cast("Record", entry).get("copied_to", ""))
     )
 
 

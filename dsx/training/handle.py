@@ -88,7 +88,7 @@ class Handle:
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
-        self.not_saved, self.beside = self._saving.not_saved, self._saving.beside
+        self.not_saved, self.beside, self.remote = self._saving.for_engines
         self._saving.complete = self.saved
         self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)

@@ -14,6 +14,7 @@ from pathlib import Path
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
 from dsx.checkpoint.keep import counts, remove_tag, superfluous
 from dsx.checkpoint.tags import complete_tags
+from dsx.training.copying import Copying
 from dsx.training.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Keeping:
     """One rank's part: the first of a cluster tells and deletes, the others listen.
 
     `keep` is how many stay; None: all. `members` are the clusters that train, `forget` is told of
-    each one that is deleted.
+    each one that is deleted. `copying` copies what all have to a remote place, if there is one.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Keeping:
         is_first: bool,
         keep: int | None,
         forget: Callable[[Path], None],
+        copying: Copying | None = None,
     ) -> None:
         self._notices = notices
         self._members = members
         self._is_first = is_first
         self._keep = keep
         self._forget = forget
+        self._copying = copying
         self._directories: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
         self._common: dict[Path, set[str]] = {}  # tags that all have, by directory
@@ -48,16 +51,23 @@ class Keeping:
 
     def saved(self, path: Path, step: int) -> None:
         """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
-        if self._keep is None or not self._is_first:
+        if (self._keep is None and self._copying is None) or not self._is_first:
             return
         manifest = path / MANIFEST  # none where a script saves by itself
         if manifest.is_file() and counts(read_manifest(manifest)):
             self._directories[path.name, step] = path.parent
+            if self._copying is not None:
+                self._copying.saved(path, step)
             self._notices.post(_KIND, {"tag": path.name, "step": step})
 
     def loaded(self, path: Path) -> None:
         """Enter a checkpoint that all clusters have loaded."""
         self._common.setdefault(path.parent, set()).add(path.name)
+
+    def marked(self, path: Path) -> None:
+        """Take that a checkpoint is none to go on from any more: its manifest says so."""
+        if self._copying is not None:
+            self._copying.mark(path)
 
     def pass_boundary(self) -> None:
         """Listen; delete what is superfluous now."""
@@ -67,12 +77,19 @@ class Keeping:
             directory = self._directories.get(key)
             if directory is not None and self._having[key] >= {*self._members()}:
                 self._common.setdefault(directory, set()).add(key[0])
-                self._begin(directory)
+                if self._keep is not None:
+                    self._begin(directory)
+                if self._copying is not None:
+                    self._copying.held_by_all(directory / key[0], key[1])
+        if self._copying is not None:
+            self._copying.pass_boundary()
 
     def close(self) -> None:
-        """Return once what was begun is deleted, or after a minute."""
+        """Return once what was begun is deleted, or after a minute, and the last one is copied."""
         if self._thread is not None:
             self._thread.join(_DEADLINE_SECONDS)
+        if self._copying is not None:
+            self._copying.end()
 
     def _begin(self, directory: Path) -> None:
         before, common = self._thread, set(self._common[directory])
@@ -90,6 +107,8 @@ class Keeping:
         try:
             gone = superfluous(complete_tags(directory), common, self._keep)
             for tag in gone:
+                if self._copying is not None and self._copying.holds(directory / tag):
+                    continue  # it goes with the next one
                 remove_tag(directory, tag)
                 self._forget(directory / tag)
                 logger.info("%s is deleted: checkpoints.keep=%d", directory / tag, self._keep)

@@ -110,6 +110,15 @@ class Outlets:
         if self._telling is not None:
             self._telling.not_saved(why)
 
+    def copied(self, step: int) -> None:
+        """Take that one is complete at a remote place, too."""
+        self._figures.copied(step)
+
+    def not_copied(self, why: str) -> None:
+        """Take that it could not be copied there."""
+        if self._telling is not None:
+            self._telling.not_copied(why)
+
     def healed(self, seconds: float, num_bytes: int, step: int) -> None:
         """Take that this cluster has come to the others, by so many bytes of theirs."""
         if self._spans is not None:

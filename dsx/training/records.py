@@ -20,6 +20,7 @@ from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Membership
+from dsx.core.units import format_bytes
 from dsx.core.waits import NextWait
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory
@@ -228,6 +229,21 @@ class Records:
             logger.error("%s", why)
         self._event("not_saved", {"step": step, "path": str(path), "why": why})
         self._outlets.not_saved(why)
+
+    def copied(self, path: Path, step: int, url: str, num_bytes: int, seconds: float) -> None:
+        """Enter that a checkpoint is complete at a remote place, too."""
+        logger.info("%s is at %s: %s in %.1f s", path, url, format_bytes(num_bytes), seconds)
+        record = {"step": step, "path": str(path), "url": url}
+        self._event("copied", {**record, "bytes": num_bytes, "seconds": seconds})
+        self._run.copied(path, url)
+        self._outlets.copied(step)
+
+    def not_copied(self, path: Path, step: int, url: str, why: str) -> None:
+        """Tell of a checkpoint that could not be copied there, once for its cluster."""
+        told = f"{path} is not copied to {url}: {why}; training goes on, and the next one is tried"
+        logger.warning("%s", told)
+        self._event("not_copied", {"step": step, "path": str(path), "url": url, "why": why})
+        self._outlets.not_copied(told)
 
     def rolled_back(self, why: str, step: int) -> None:
         """Enter that this start is one of training that went back, from a step."""

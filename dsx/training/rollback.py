@@ -149,6 +149,8 @@ class Rollback:
                     "saved when training had diverged, since step %d, and not to be gone on from: "
                     "%s", since, ", ".join(marked),
                 )  # fmt: skip
+                for tag in marked:
+                    self._saving.keeping.marked(directory / tag)
 
     def _load(self, before: int) -> Path:
         if self.load is not None:

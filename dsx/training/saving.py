@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsx.checkpoint.checksums import MANIFEST, UNFINISHED, read_manifest
 from dsx.checkpoint.outer_state import load_state, take_snapshot
+from dsx.checkpoint.remote import Remote
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.transport import PeerLost
@@ -19,6 +20,7 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.beside import Beside, named
+from dsx.training.copying import Copying, open_remote
 from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
 from dsx.training.notices import Notices
@@ -43,8 +45,15 @@ class Saving:
         notices: Notices,
     ) -> None:
         keep, is_first = config.checkpoints.keep, world.rank == 0
+        self.remote = open_remote(config.checkpoints)
+        copying = None
+        if self.remote is not None and is_first:
+            copying = Copying(
+                notices, lambda: loop.transport.seat.ids, self.remote, config.checkpoints, records,
+                lambda: loop.stop_place is not None and loop.stop_place.reason is not None,
+            )  # fmt: skip
         self.keeping = Keeping(
-            notices, lambda: loop.transport.seat.ids, is_first, keep, records.deleted
+            notices, lambda: loop.transport.seat.ids, is_first, keep, records.deleted, copying
         )
         self.tracked: dict[str, Resumable] = {}
         self.takes_others = False  # whether this cluster is about to take what others hold
@@ -199,6 +208,11 @@ class Saving:
         """Return once what was begun is written and deleted, or its time is over."""
         self.beside.close()
         self.keeping.close()
+
+    @property
+    def for_engines(self) -> tuple[Any, Beside, Remote | None]:
+        """What engines save and load with, beside the outer state itself."""
+        return self.not_saved, self.beside, self.remote
 
     @property
     def base(self) -> Path | None:

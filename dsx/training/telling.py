@@ -53,6 +53,7 @@ class Telling:
         self._is_closed = not self._senders
         self.rolled_back, self.waits = self._happenings.rolled_back, self._happenings.waits
         self.sync, self.not_saved = self._happenings.sync, self._happenings.not_saved
+        self.not_copied = self._happenings.not_copied
         if self._senders:
             self._excepthook, sys.excepthook = sys.excepthook, self._see_error
             atexit.register(self._end_by_itself)

@@ -18,6 +18,7 @@ import pytest
 from dsx.agent.copies import copy_newest
 from dsx.agent.tries import Tries, as_shell
 from dsx.checkpoint.checksums import MANIFEST, sealed
+from dsx.checkpoint.remote import Remote
 
 QUICK = ["--wait", "0.1", "--most-wait", "0.2"]
 
@@ -145,25 +146,16 @@ def test_what_is_missing_for_a_copy_is_said_at_once(start: Any, tmp_path: Path) 
         assert agent.returncode == 2 and why in said, said
 
 
-def test_a_copy_has_its_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsspec.implementations.local import LocalFileSystem
-
+def test_the_newest_of_each_cluster_is_copied(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1, "step5", 5)
     save(tmp_path / "checkpoints", 1, "step7", 7)
-    order: list[str] = []
-    put = LocalFileSystem.put_file
-
-    def note(self: Any, source: str, *rest: Any, **options: Any) -> Any:
-        order.append(Path(source).name)
-        return put(self, source, *rest, **options)
-
-    monkeypatch.setattr(LocalFileSystem, "put_file", note)
     told: list[str] = []
-    copied = copy_newest(tmp_path / "checkpoints", f"file://{tmp_path}/there", told.append)
+    remote = Remote(f"file://{tmp_path}/there", "--to")
+    copied = copy_newest(tmp_path / "checkpoints", remote, told.append)
     assert copied == [f"file://{tmp_path}/there/cluster_1/step7"]
-    assert order[-1] == MANIFEST and len(order) == 2 and "2 files" in told[-1]
+    assert list(remote.tags(1)) == ["step7"] and "2 files" in told[-1]
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        copy_newest(tmp_path / "empty", f"file://{tmp_path}/there", told.append)
+        copy_newest(tmp_path / "empty", remote, told.append)
 
 
 def test_waits_grow_and_what_ran_long_enough_starts_anew() -> None:

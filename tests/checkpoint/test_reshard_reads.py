@@ -23,7 +23,7 @@ from tests.compress.test_over_gloo import loss, simulated
 from tests.simulated import Simulated
 from tests.tiny import mean_loss
 
-FOUR, THREE = (0, 0.25, 0.5, 0.75, 1), (0, 0.4, 0.7, 1)
+TWO, THREE, FOUR = (0, 0.5, 1), (0, 0.4, 0.7, 1), (0, 0.25, 0.5, 0.75, 1)
 MOST = 1.1  # times what a rank keeps itself
 
 
@@ -76,6 +76,13 @@ def test_no_rank_reads_more_than_its_share(
         run.train_step(mean_loss if compression is None else loss)
     save_all(run, tmp_path)
     through(shards(run, FOUR), tmp_path / "0", tmp_path / "four")
+    _require_own_share(shards(run, THREE), tmp_path / "four", tmp_path / "three", monkeypatch)
+
+
+def _require_own_share(
+    loops: Sequence[OuterLoop], source: Path, target: Path, monkeypatch: Any
+) -> None:
+    """Load and save on each rank; what it reads is at most MOST times what it then keeps."""
     read = [0]
     plain = SavedRank.read
 
@@ -86,14 +93,29 @@ def test_no_rank_reads_more_than_its_share(
 
     monkeypatch.setattr(SavedRank, "read", counted)
     reads: list[int] = []
-    for rank, loop in enumerate(shards(run, THREE)):
-        rank_info = RankInfo(0, 2, rank, 3)
+    for rank, loop in enumerate(loops):
+        rank_info = RankInfo(0, 2, rank, len(loops))
         read[0] = 0
-        load_state(loop, tmp_path / "four", rank_info, {})
+        load_state(loop, source, rank_info, {})
         reads.append(read[0])
-        save_state(loop, tmp_path / "three", rank_info, "run", {}, {})
-    own = [bytes_of(rank_file(tmp_path / "three", rank)) for rank in range(3)]
+        save_state(loop, target, rank_info, "run", {}, {})
+    own = [bytes_of(rank_file(target, rank)) for rank in range(len(loops))]
     assert all(0 < r <= MOST * kept for r, kept in zip(reads, own, strict=True)), (reads, own)
+
+
+@pytest.mark.parametrize("cuts", [(TWO, FOUR), (FOUR, TWO), (THREE, TWO), (FOUR, FOUR)])
+@pytest.mark.parametrize("method", ["streaming_diloco", "dilocox"])
+def test_so_it_is_for_any_two_numbers_of_ranks(
+    method: str, cuts: tuple[Sequence[float], Sequence[float]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    before, after = cuts
+    is_wide = method == "dilocox"
+    run = simulated(method, "low_rank", 2) if is_wide else new_tiny(method)
+    for _ in range(7):
+        run.train_step(loss if is_wide else mean_loss)
+    save_all(run, tmp_path)
+    through(shards(run, before), tmp_path / "0", tmp_path / "before")
+    _require_own_share(shards(run, after), tmp_path / "before", tmp_path / "after", monkeypatch)
 
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])

@@ -66,6 +66,7 @@ NOT_HERE = {  # with the reason
     "dsx ctl ": "needs a run that goes on; with one in tests/launch/test_ctl.py",
     'pip install "dsx-train[wandb': "asked for by who has them; in tests/telemetry/exporters",
     'pip install "dsx-train[otel]"': "asked for by who has it; in tests/telemetry/exporters",
+    'pip install "dsx-train[remote]"': "asked for by who has a bucket; in tests/checkpoint",
     "dsx trace runs/first": "a run of many ranks; tests/telemetry/trace/test_command.py has four",
     "dsx top runs/first": "a run that goes on; one in tests/telemetry/top/test_top.py",
     "ssh -t berlin dsx top": "another host; the command in tests/telemetry/top/test_top.py",

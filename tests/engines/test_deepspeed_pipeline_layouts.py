@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dsx
+from dsx.checkpoint.files import SavedRank, rank_file
 from dsx.comm.world import current_world
 from dsx.core import types
 from tests.distributed import run_distributed
@@ -145,13 +147,34 @@ def resume(
     universal = {"checkpoint": {"load_universal": True}}
     for name in names:
         engine = build(ADAM, BLOCKS[name], num_stages, num_clusters, **universal)
-        engine.load_checkpoint(f"{base}/{name}", tag="a")
-        results[name] = {"step": engine.dsx.step, "state": outer_state(engine)}
+        read = read_while(lambda e=engine, n=name: e.load_checkpoint(f"{base}/{n}", tag="a"))
+        results[name] = {"step": engine.dsx.step, "state": outer_state(engine), "read": read}
+        engine.save_checkpoint(f"{base}/{name}_for_{num_stages}", tag="a")
+        folder = Path(f"{base}/{name}_for_{num_stages}/cluster_{engine.dsx.cluster_id}/a")
+        own = SavedRank(rank_file(folder, engine.global_rank))
+        results[name]["kept"] = sum(own.read(kept).nbytes for kept in own._names)
         results[name].update(go_on(engine))
         end(engine)
     if refused:
         results["refused"] = refusals(base, num_stages, universal)
     return results
+
+
+def read_while(load: Callable[[], Any]) -> int:
+    """Return how many bytes of outer states this rank reads for what it keeps."""
+    plain, read = SavedRank.read, [0]
+
+    def counted(self: SavedRank, name: str, *part: int) -> torch.Tensor:
+        found = plain(self, name, *part)
+        read[0] += found.nbytes
+        return found
+
+    SavedRank.read = counted  # type: ignore[method-assign]
+    try:
+        load()
+    finally:
+        SavedRank.read = plain  # type: ignore[method-assign]
+    return read[0]
 
 
 def refusals(base: str, num_stages: int, universal: dict[str, Any]) -> dict[str, str]:
@@ -183,6 +206,7 @@ def check(
         kept = first.get(result[name]["cluster"], first[0])[name]["state"]
         now = result[name]["state"]
         assert result[name]["step"] == STOP
+        assert 0 < result[name]["read"] <= 1.1 * result[name]["kept"], result[name]["read"]
         assert {"anchor", "momentum"} <= kept.keys() == now.keys()
         assert ("residual" in kept) == (name == "coded")
         for buffer in kept:

@@ -132,6 +132,7 @@ BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
         ({"auto_find_batch_size": True}, {}, True, ConfigError, "auto_find_batch_size=True"),
         ({"save_on_each_node": True}, {}, True, ConfigError, "save_on_each_node=True"),
         ({}, {"checkpoints": {"keep": 3}}, True, ConfigError, "dsx.checkpoints.keep=3 would"),
+        ({}, {"checkpoints": {"remote": "s3://b/r"}}, True, ConfigError, "served with the Trainer"),
         (
             {}, {"divergence": {"max_rollbacks": 1}}, True, ConfigError,
             "dsx.divergence.max_rollbacks=1 is not served",

@@ -18,7 +18,7 @@ BARE = {  # numbers without a unit, or of what the name says
     "dsx_step", "dsx_checkpoint_step", "dsx_loss", "dsx_fragment_pseudo_gradient_norm",
     "dsx_fragment_mean_norm", "dsx_guard_cluster_cosine", "dsx_guard_autocorrelation",
     "dsx_guard_effective_gain", "dsx_guard_rungs", "dsx_clusters", "dsx_members",
-    "dsx_member_trains", "dsx_missing_records",
+    "dsx_member_trains", "dsx_missing_records", "dsx_checkpoint_copied_step",
 }  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def _loading(engine: Any, handle: Handle, world: World) -> Any:
 def _choose(handle: Handle, world: World, base: str, wanted: str | None) -> tuple[int, str]:
     """Return what all clusters load of dsx's own; the error names what else there is."""
     try:
-        return choose(handle.gather, world, base, wanted, handle.only_before)
+        return choose(handle.gather, world, base, wanted, handle.only_before, remote=handle.remote)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}{plain_beside(base)}") from None
 

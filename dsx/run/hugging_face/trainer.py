@@ -21,6 +21,7 @@ from torch import Tensor
 import dsx
 from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World, current_world
+from dsx.config.checkpoints import refuse_remote
 from dsx.config.files import ConfigError
 from dsx.run.data import cut_for_cluster, is_a_stream, is_shared
 from dsx.run.folders import save_beside
@@ -174,6 +175,7 @@ class _Replaced:
                 f"dsx.checkpoints.keep={settings.checkpoints.keep} would delete what the Trainer's "
                 "checkpoint folders hold: leave it out and set TrainingArguments(save_total_limit)"
             )
+        refuse_remote(settings.checkpoints, "the Trainer")
         if settings.divergence.max_rollbacks:
             raise ConfigError(
                 f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served "

@@ -19,7 +19,7 @@ _GOOD_HIDDEN = 0.75  # of a method with a delay
 _MUCH = 0.02  # of the steps' time, waited for transfers
 _HALF = 0.5  # of what the line was measured to
 _SLOWER = 0.85  # of the fastest cluster's tokens per second
-_OF_ONE = ("healed", "not_saved")  # what concerns one cluster, which alone records it
+_OF_ONE = ("healed", "not_saved", "not_copied")  # what concerns one cluster, which alone records it
 _FEW_TIMES = 10  # less than data parallel: fewer are few
 _MOST_ROUND_TRIPS = 6
 
@@ -223,10 +223,11 @@ def _what_went_wrong(numbers: RunNumbers) -> list[str]:
     for cluster in numbers.run.clusters:
         heals = [record for record in cluster.events if record["kind"] == "healed"]
         said += [f"Cluster {cluster.cluster} {said_of_heal(record)}." for record in heals]
-        lost = [record["step"] for record in cluster.events if record["kind"] == "not_saved"]
-        if lost:
-            said.append(f"Cluster {cluster.cluster} could not save at step(s) "
-                        f"{', '.join(f'{step:,}' for step in lost)}: see its log.")  # fmt: skip
+        for kind, what in (("not_saved", "save at"), ("not_copied", "copy the checkpoints of")):
+            lost = [record["step"] for record in cluster.events if record["kind"] == kind]
+            if lost:
+                said.append(f"Cluster {cluster.cluster} could not {what} step(s) "
+                            f"{', '.join(f'{step:,}' for step in lost)}: see its log.")  # fmt: skip
     skipped = {row["cluster"]: row.get("skipped_steps") for row in numbers.state["members"]}
     said += [
         f"Cluster {m}'s optimizer skipped {count} steps." for m, count in skipped.items() if count

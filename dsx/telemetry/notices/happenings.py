@@ -102,6 +102,11 @@ class Happenings:
         if self._tells:
             self._repeated("not_saved", "", why, [self._cluster])
 
+    def not_copied(self, why: str) -> None:
+        """Take that this cluster could not copy a checkpoint to its remote place."""
+        if self._tells:
+            self._repeated("not_copied", "", why, [self._cluster])
+
     def waits(self, step: int, gone: tuple[int, ...], seconds: float) -> None:
         """Take that this cluster stands still until others are back, for so long at most."""
         if not (self._tells and gone):

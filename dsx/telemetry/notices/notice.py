@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-Kind = Literal["lost", "back", "left_out", "diverging", "not_saved", "finished", "ended"]
+Kind = Literal[
+    "lost", "back", "left_out", "diverging", "not_saved", "not_copied", "finished", "ended"
+]
 Form = Literal["json", "slack"]
 
 KINDS: dict[Kind, str] = {
@@ -19,6 +21,7 @@ KINDS: dict[Kind, str] = {
     "diverging": "an alarm of the guard, a loss that is not finite, a cluster whose steps are all "
     "skipped, or training that has gone back to a checkpoint",
     "not_saved": "a checkpoint of one cluster could not be written; training goes on",
+    "not_copied": "a checkpoint could not be copied to its remote place; training goes on",
     "finished": "training is finished",
     "ended": "it ended otherwise: by an error, a signal, `dsx ctl`, or without `finish()`",
 }

@@ -175,7 +175,7 @@ class WatchedCluster:
                 step = float(record["step"])
                 (when,) = _numbers(record, ("time",))
                 self.validation.append((step, when, self._tokens, loss, loss, loss))
-        elif kind in ("rollback", "order", "healed", "not_saved"):
+        elif kind in ("rollback", "order", "healed", "not_saved", "not_copied"):
             self.events.append(record)
 
     def _take_look(self, record: Record, when: float) -> None:

@@ -46,6 +46,7 @@ class Replay:
             "dsx_missing_records": self._missing,
             "dsx_checkpoint_step": lambda: self._checkpoint("step"),
             "dsx_checkpoint_timestamp_seconds": lambda: self._checkpoint("time"),
+            "dsx_checkpoint_copied_step": self._copied,
             "dsx_rollbacks_total": lambda: self._rollbacks,
         }
         return Figures(self._cluster, num_clusters, True, sorted(self._alarms), asked)
@@ -142,6 +143,10 @@ class Replay:
         if not saved:
             return None
         return float(saved[-1]["step"]) if name == "step" else seconds_of(saved[-1]["time"])
+
+    def _copied(self) -> float | None:
+        saved: list[Record] = self._about.get("checkpoints") or []
+        return max((float(one["step"]) for one in saved if one.get("copied_to")), default=None)
 
     def _missing(self) -> float:
         start: Record = self._about["starts"][-1] if self._about else {}

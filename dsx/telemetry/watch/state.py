@@ -216,6 +216,9 @@ def _checkpoints(run: WatchedRun) -> dict[str, Any]:
                 {"step": int(entry["step"]), "clusters": [], "tag": entry["tag"]},
             )
             row["clusters"].append(cluster)
+            if entry.get("copied_to"):
+                row.setdefault("copied", []).append(cluster)
+                row["copied_to"] = entry["copied_to"]
             row["time"] = seconds_of(entry["time"])
             row["is_there"] = row.get("is_there", True) and (run.folder / entry["path"]).is_dir()
     rows = [by_step[step] for step in sorted(by_step, reverse=True)]

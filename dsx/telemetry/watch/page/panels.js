@@ -200,7 +200,8 @@ function showCheckpoints(checkpoints) {
   show(panel.querySelector(".body"),
     el("p", {}, common === undefined ? "No checkpoint is of all clusters." : `All clusters have step ${common}.`),
     el("ul", {}, checkpoints.rows.map((row) => el("li", {},
-      `${row.tag}, ${clock(row.time)}: cluster ${row.clusters.join(", ")}${row.is_there ? "" : " (not in this folder)"}`))));
+      `${row.tag}, ${clock(row.time)}: cluster ${row.clusters.join(", ")}${row.is_there ? "" : " (not in this folder)"}` +
+      (row.copied ? `; copied by cluster ${row.copied.join(", ")}, to ${row.copied_to}` : "")))));
 }
 
 function showEvents(events) {

@@ -1,0 +1,251 @@
+"""Checkpoints at a remote place, by fsspec: copied there and from there, complete or not at all.
+
+`<url>/cluster_<m>/<tag>/` holds what the tag's directory does. The manifest is written last, so
+that whatever has none is not complete, and is no checkpoint. What a tag held before it is written
+again stays as `<tag>.replaced`, as it does on a disk, by a copy that the other side makes.
+
+Each file is copied in chunks, before which `pace` is asked: it counts, waits, or raises to end it.
+What a file system raises where it cannot be reached is of many kinds, not all of them OSErrors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dsx.checkpoint.checksums import (
+    DAMAGED,
+    MANIFEST,
+    REPLACED,
+    UNFINISHED,
+    files_of,
+    manifest_of_text,
+)
+from dsx.checkpoint.tags import has_same_content
+from dsx.config.checkpoints import check_url
+
+CHUNK_BYTES = 1 << 20
+Pace = Callable[[int], object]
+
+
+class Changed(Exception):
+    """A tag was written again, marked or deleted on the disk while it was being copied."""
+
+
+def as_it_comes(num_bytes: int) -> None:
+    """Copy without a limit and without counting."""
+
+
+class Remote:
+    """The checkpoints below one URL; `setting` is what gave it, for messages.
+
+    ValueError says what is missing for such a URL. Any one thread at a time.
+    """
+
+    def __init__(self, url: str, setting: str) -> None:
+        self.url = url.rstrip("/")
+        self._files, root = _open(url, setting)
+        self._root = root.rstrip("/")
+
+    def place(self, cluster: int, tag: str) -> str:
+        """Return the URL of a tag."""
+        return f"{self.url}/cluster_{cluster}/{tag}"
+
+    def clusters(self) -> set[int]:
+        """Return which clusters have a folder there."""
+        names = [self._name(path).removeprefix("cluster_") for path in self._list(self._root)]
+        return {int(name) for name in names if name.isdecimal()}
+
+    def tags(self, cluster: int) -> dict[str, dict[str, Any]]:
+        """Return the manifests of a cluster's complete tags there, as `complete_tags` does."""
+        folder = f"{self._root}/cluster_{cluster}"
+        named = {f"{folder}/{self._name(path)}/{MANIFEST}" for path in self._list(folder)}
+        wanted = [path for path in sorted(named) if not path.endswith(f"{UNFINISHED}/{MANIFEST}")]
+        if not wanted:
+            return {}
+        read: Mapping[str, Any] = self._files.cat(wanted, on_error="return")
+        found: dict[str, dict[str, Any]] = {}
+        for path, content in read.items():
+            tag = PurePosixPath(path).parent.name
+            if isinstance(content, bytes):
+                where = f"{self.place(cluster, tag)}/{MANIFEST}"
+                found[tag] = manifest_of_text(content.decode(errors="replace"), where)
+            elif not isinstance(content, FileNotFoundError | NotADirectoryError):
+                raise content
+        return found
+
+    def copy(self, tag: Path, pace: Pace = as_it_comes) -> int:
+        """Copy a complete tag of the disk, `cluster_<m>/<tag>`; return how many bytes went over.
+
+        None go where it is there already. `Changed` if the disk's is another by the end.
+        """
+        there = f"{self._root}/{tag.parent.name}/{tag.name}"
+        manifest = _read(tag / MANIFEST)
+        held = self._manifest(there)
+        if held is not None and _has_same_files(held, manifest):
+            self._files.pipe_file(f"{there}/{MANIFEST}", manifest)  # may say more than it did
+            return 0
+        if held is not None:
+            self._set_aside(there)
+        self._remove(there)
+        done = 0
+        for path in files_in(tag):
+            if path != tag / MANIFEST:
+                done += self._put(path, f"{there}/{path.relative_to(tag).as_posix()}", pace)
+        if _read(tag / MANIFEST) != manifest:
+            raise Changed(f"{tag} was written again, or marked, meanwhile")
+        self._files.pipe_file(f"{there}/{MANIFEST}", manifest)
+        return done + len(manifest)
+
+    def renew(self, tag: Path) -> bool:
+        """Write a tag's manifest again, which has changed; return whether it is there."""
+        there = f"{self._root}/{tag.parent.name}/{tag.name}"
+        manifest, held = _read(tag / MANIFEST), self._manifest(there)
+        if held is None or not _has_same_files(held, manifest):
+            return False
+        self._files.pipe_file(f"{there}/{MANIFEST}", manifest)
+        return True
+
+    def remove(self, cluster: int, tag: str) -> None:
+        """Delete a tag; ended meanwhile, it leaves nothing that looks complete."""
+        self._remove(f"{self._root}/cluster_{cluster}/{tag}")
+
+    def manifest(self, cluster: int, tag: str) -> bytes:
+        """Return the content of a tag's manifest; FileNotFoundError if it is not complete."""
+        held = self._manifest(f"{self._root}/cluster_{cluster}/{tag}")
+        if held is None:
+            raise FileNotFoundError(f"{self.place(cluster, tag)} is not complete")
+        return held
+
+    def fetch(
+        self, cluster: int, tag: str, names: Sequence[str], directory: Path, pace: Pace
+    ) -> None:
+        """Copy some files of a tag into a directory, whatever they hold."""
+        for name in names:
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path = f"{self._root}/cluster_{cluster}/{tag}/{name}"
+            with self._files.open(path, "rb") as source, target.open("wb") as file:
+                while chunk := source.read(CHUNK_BYTES):
+                    pace(len(chunk))
+                    file.write(chunk)
+
+    def _put(self, path: Path, there: str, pace: Pace) -> int:
+        size = 0
+        with suppress(NotImplementedError):
+            self._files.makedirs(there.rpartition("/")[0], exist_ok=True)
+        try:
+            source = path.open("rb")
+        except FileNotFoundError as error:
+            raise Changed(f"{path} was deleted meanwhile") from error
+        with source, self._files.open(there, "wb") as target:
+            while chunk := source.read(CHUNK_BYTES):
+                pace(len(chunk))
+                target.write(chunk)
+                size += len(chunk)
+        if self._files.size(there) != size:
+            raise OSError(f"{there} holds {self._files.size(there)} bytes of {size} that were sent")
+        return size
+
+    def _set_aside(self, there: str) -> None:
+        """Copy a complete tag to `.replaced`, which is complete before this one is no more."""
+        aside = f"{there}{REPLACED}"
+        self._remove(aside)
+        for path in self._files.find(there):
+            name = self._below(path, there)
+            if name != MANIFEST:
+                target = f"{aside}/{name}"
+                with suppress(NotImplementedError):
+                    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                self._files.cp_file(path, target)
+        self._files.pipe_file(f"{aside}/{MANIFEST}", self._files.cat_file(f"{there}/{MANIFEST}"))
+
+    def _remove(self, there: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{there}/{MANIFEST}")
+        with suppress(FileNotFoundError):
+            self._files.rm(there, recursive=True)
+
+    def _manifest(self, there: str) -> bytes | None:
+        try:
+            content: bytes = self._files.cat_file(f"{there}/{MANIFEST}")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return content
+
+    def _list(self, folder: str) -> list[str]:
+        self._files.invalidate_cache()  # others write there
+        try:
+            found: list[str] = self._files.ls(folder, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return found
+
+    @staticmethod
+    def _name(path: str) -> str:
+        return PurePosixPath(path).name
+
+    @staticmethod
+    def _below(path: str, folder: str) -> str:
+        return path.strip("/").removeprefix(folder.strip("/")).strip("/")
+
+
+def files_in(tag: Path) -> list[Path]:
+    """Return the files of a tag's directory, its manifest the last."""
+    return sorted(
+        (path for path in tag.rglob("*") if path.is_file()),
+        key=lambda path: (path == tag / MANIFEST, str(path)),
+    )
+
+
+def names_in(manifest: bytes, where: str) -> dict[str, int | None]:
+    """Return the files that a manifest names, with sizes as far as it has them.
+
+    ValueError where it cannot be trusted, or names what does not lie in the tag's directory.
+    """
+    told = manifest_of_text(manifest.decode(errors="replace"), where)
+    if DAMAGED in told:
+        raise ValueError(told[DAMAGED])
+    files, sizes = files_of(json.loads(manifest))
+    names: dict[str, int | None] = {**dict.fromkeys(files), **sizes}
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name:
+            raise ValueError(f"{where} names {name!r}, which is no file of a checkpoint's folder")
+    return names
+
+
+def _open(url: str, setting: str) -> tuple[Any, str]:
+    check_url(url, setting)
+    try:
+        import fsspec.core
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{setting} {url} needs fsspec: pip install 'dsx-train[remote]' ({error})"
+        ) from None
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{setting} {url}: {error}") from None
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise Changed(f"{path.parent} was deleted meanwhile") from error
+
+
+def _has_same_files(one: bytes, other: bytes) -> bool:
+    """Whether two manifests are of the same save, whatever else they say of it."""
+    try:
+        ours, theirs = json.loads(one), json.loads(other)
+        files = files_of(ours)
+        is_same = any(files) and files == files_of(theirs) and has_same_content(ours, theirs)
+    except (ValueError, AttributeError, TypeError):
+        return False
+    return one == other or is_same

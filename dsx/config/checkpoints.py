@@ -1,0 +1,102 @@
+"""What becomes of checkpoints: how many stay, who writes them when, where copies go."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dsx.config.files import ConfigError
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_OF_REMOTE = ("remote_rate_mbit", "remote_end_seconds")
+REMOTE = "dsx.checkpoints.remote"
+
+
+class CheckpointsConfig(BaseModel):
+    """What becomes of checkpoints that are saved."""
+
+    model_config = _STRICT
+
+    keep: int | None = Field(default=None, ge=1)
+    """How many good checkpoints that all clusters hold are kept; older ones in the directory of a
+    save are deleted, but for those of a finished model. null: all. DeepSpeed's, and with Megatron
+    the outer state beside its own."""
+
+    beside_training: bool = False
+    """Whether the outer state of a save by DeepSpeed's `engine.save_checkpoint` is written by a
+    thread while training goes on, from copies of what changes meanwhile (`dsx memory --json` says
+    how much); what the engine writes itself is there before. All else is written at once: by other
+    engines, the Trainer, Lightning and Accelerate, by an order, as a run ends."""
+
+    remote: Annotated[str, Field(min_length=1)] | None = None
+    """Where checkpoints of DeepSpeed's `engine.save_checkpoint` are copied to beside training, and
+    fetched from where a cluster lacks one: a URL that fsspec knows, such as "s3://bucket/run"; each
+    cluster may have another. Needs the extra `remote`, and s3fs for s3, gcsfs for gs."""
+
+    remote_rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
+    """The most that a cluster copies there, in Mbit/s; null: what the line takes. It may be the
+    line of the links, whose `link.rate_mbit` does not count it."""
+
+    remote_end_seconds: float = Field(default=600.0, ge=0, le=3e7)
+    """How long the end of a run waits for its last checkpoint to be copied, in seconds; not where
+    it is told to end by a signal."""
+
+    def common(self) -> dict[str, Any]:
+        """Return what has to be the same in all clusters: which copy, not where to."""
+        own = self.model_dump(exclude={"remote", *_OF_REMOTE})
+        return {**own, "copies to a remote place": self.remote is not None}
+
+
+def check_checkpoints(checkpoints: CheckpointsConfig) -> None:
+    """Raise ConfigError for a remote place that cannot be, and for keys that have no effect."""
+    if checkpoints.remote is not None:
+        check_url(checkpoints.remote, REMOTE)
+        return
+    for name in _OF_REMOTE:
+        value = getattr(checkpoints, name)
+        if value != type(checkpoints).model_fields[name].default:
+            raise ConfigError(
+                f"dsx.checkpoints.{name}={value!r} has no effect without checkpoints.remote: set "
+                "that, or leave it out"
+            )
+
+
+def refuse_remote(checkpoints: CheckpointsConfig, engine: str) -> None:
+    """Raise ConfigError where copies are asked for of saves that are not DeepSpeed's alone."""
+    if checkpoints.remote is not None:
+        raise ConfigError(
+            f"{REMOTE}={checkpoints.remote!r} is not served with {engine}, which writes files of "
+            "its own beside dsx's: it copies what DeepSpeed's engine.save_checkpoint has saved; "
+            "leave it out, and copy what is complete with other means"
+        )
+
+
+def refuse_of_script(checkpoints: CheckpointsConfig) -> None:
+    """Raise ConfigError for what is done to tags, where a script in plain PyTorch saves."""
+    if checkpoints.keep is not None:
+        raise ConfigError(
+            f"dsx.checkpoints.keep={checkpoints.keep} has no effect here: with plain "
+            "PyTorch the script writes its checkpoints, and deletes them; leave it out"
+        )
+    refuse_remote(checkpoints, "plain PyTorch")
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raise ConfigError for what is no URL, or has a password in it, which records would show."""
+    try:
+        parts = urlsplit(url)
+        secret = parts.password
+    except ValueError as error:
+        raise ConfigError(f"{setting}={url!r} is no URL: {error}") from None
+    if "://" not in url or not parts.scheme:
+        raise ConfigError(
+            f"{setting}={url!r} must be a URL that fsspec knows, such as s3://bucket/run or "
+            "file:///mnt/share/run"
+        )
+    if secret is not None:
+        raise ConfigError(
+            f"{setting} has a password in it, which the run's records would show: leave it out, "
+            "and give it as that service's library takes it (an environment variable, a file)"
+        )

@@ -1,0 +1,300 @@
+"""Copies of checkpoints at a remote place (`checkpoints.remote`), made beside training.
+
+A good checkpoint that all clusters hold on their disks is copied by the first rank of each, on a
+thread, one at a time. All copy the same one: the next is begun where all have told, beside a
+transfer (notices.py), that they are done with the one before, and it is the newest that all hold by
+then. So what is complete there is complete of all clusters, however unequal their lines, and of
+checkpoints that come faster than a line carries them the newest ones go. Where one cannot be
+copied, training goes on, and the next is tried. As a run ends its last checkpoint is copied, for
+which the end waits a while.
+
+`checkpoints.keep` holds there, too: older ones go once all clusters have K newer ones there.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsx.checkpoint.checksums import MANIFEST, read_manifest
+from dsx.checkpoint.keep import superfluous
+from dsx.checkpoint.remote import Changed, Remote, files_in
+from dsx.config.checkpoints import REMOTE, CheckpointsConfig
+from dsx.config.files import ConfigError
+from dsx.core.at_exit import close_at_exit, has_closed
+from dsx.core.progress import Progress
+from dsx.core.waits import waiting_for
+from dsx.outer.sources import Rate
+from dsx.training.notices import Notices
+
+logger = logging.getLogger(__name__)
+_KIND = "copied"
+
+
+class Told(Protocol):
+    """Who writes down what has become of a copy, on the training thread."""
+
+    def copied(self, path: Path, step: int, url: str, num_bytes: int, seconds: float) -> None:
+        """Take that a checkpoint is complete there."""
+        ...
+
+    def not_copied(self, path: Path, step: int, url: str, why: str) -> None:
+        """Take that it is not, and why."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A checkpoint to be copied; `key` is its tag and step, the same in all clusters."""
+
+    path: Path
+    step: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.path.name, self.step
+
+
+@dataclass(frozen=True)
+class _Done:
+    """How a copy has ended: `why` is "" if it is complete, None if it is of no use any more."""
+
+    copy: _Copy
+    num_bytes: int
+    seconds: float
+    why: str | None
+
+
+class Copying:
+    """The first rank's part of a cluster; `told` hears of each copy.
+
+    `members` are the clusters that train; `is_ending` says whether the process is told to end, for
+    which nothing is waited.
+    """
+
+    def __init__(
+        self,
+        notices: Notices,
+        members: Callable[[], Collection[int]],
+        remote: Remote,
+        config: CheckpointsConfig,
+        told: Told,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._notices, self._members, self._told = notices, members, told
+        self._remote, self._config, self._is_ending = remote, config, is_ending
+        self._rate = Rate(config.remote_rate_mbit)
+        self._base: Path | None = None  # whose tags are there: one URL, one directory
+        self._next: _Copy | None = None  # the newest that all clusters hold
+        self._open: _Copy | None = None  # which all copy now
+        self._waits_for: set[int] = set()
+        self._has: dict[int, bool] = {}  # clusters that are done with it, and whether it is there
+        self._common: set[str] = set()  # tags that all have there
+        self._last: _Copy | None = None  # that this cluster has saved
+        self._copied: set[tuple[str, int]] = set()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = self._is_given_up = False
+
+    def saved(self, path: Path, step: int) -> None:
+        """Take a good checkpoint of this cluster, which is complete on its disk."""
+        if self._is_of_base(path):
+            self._copied.discard((path.name, step))  # the same step may be saved again, finished
+            self._last = _Copy(path, step)
+
+    def held_by_all(self, path: Path, step: int) -> None:
+        """Take that all clusters have a good checkpoint on their disks; copy it, or after others.
+
+        At the same boundary in all clusters.
+        """
+        if self._is_of_base(path):
+            self._next = _Copy(path, step)
+            self._begin_if_free()
+
+    def holds(self, path: Path) -> bool:
+        """Whether a checkpoint is being copied, and so has to stay; from any thread."""
+        copy = self._open
+        return copy is not None and copy.path == path
+
+    def mark(self, path: Path) -> None:
+        """Let the copy of a checkpoint say what its manifest does now, if there is one."""
+        if self._next is not None and self._next.path == path:
+            self._next = None
+        if self._last is not None and self._last.path == path:
+            self._last = None
+        self._do(partial(self._renew, path))
+
+    def pass_boundary(self) -> None:
+        """Tell what has become of copies, and listen; go on with the next where all are done."""
+        self._take_done()
+        for notice in self._notices.due(_KIND):
+            key = (notice.payload["tag"], notice.payload["step"])
+            if self._open is not None and key == self._open.key:
+                self._has[notice.cluster] = notice.payload["is_there"]
+        waits_for = self._waits_for & {*self._members()}
+        if self._open is not None and waits_for <= self._has.keys():
+            if all(self._has[cluster] for cluster in waits_for):
+                self._common.add(self._open.path.name)
+                self._do(partial(self._delete, self._open.path.parent, set(self._common)))
+            self._open = None
+            self._begin_if_free()
+
+    def end(self) -> None:
+        """Copy the last checkpoint, unless that is done; wait for it, and for what was begun.
+
+        At most `remote_end_seconds`, and not at all where the process is told to end.
+        """
+        if self._is_closed:
+            return
+        self._take_done()
+        if not self._is_ending():
+            if self._last is not None and self._last.key not in self._copied:
+                self._do(partial(self._copy, self._last))  # nothing goes over twice
+            self._wait()
+        self._stop()
+
+    def close(self) -> None:
+        """As the interpreter ends: `end` behind a finished model, else wait for nothing."""
+        if self._last is not None and _is_finished(self._last.path):
+            self.end()
+        self._stop()
+
+    def _stop(self) -> None:
+        if not self._is_closed:
+            self._is_closed = self._is_given_up = True
+            has_closed(self)
+            self._work.put(None)
+            self._take_done()
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        over, seconds = threading.Event(), self._config.remote_end_seconds
+        self._work.put(over.set)
+        with waiting_for(f"the last copies at {self._remote.url}", seconds):
+            is_over = over.wait(seconds)
+        if not is_over:
+            logger.error(
+                "%s: not all is copied after %g s (checkpoints.remote_end_seconds), and the run "
+                "ends; what is complete there stays, and what is missing can be copied with "
+                "`dsx agent --to` or by hand, dsx.json last", self._remote.url, seconds,
+            )  # fmt: skip
+
+    def _is_of_base(self, path: Path) -> bool:
+        """Whether a tag lies where this run's others do; says so where it does not."""
+        if not path.parent.name.startswith("cluster_"):
+            return False
+        base = path.parents[1]
+        if self._base is None:
+            self._base = base
+        elif base != self._base:
+            logger.warning(
+                "%s is not copied: %s has those of %s, and tags of two directories might have one "
+                "name", path, self._remote.url, self._base,
+            )  # fmt: skip
+        return base == self._base
+
+    def _begin_if_free(self) -> None:
+        if self._open is None and self._next is not None:
+            self._open, self._next = self._next, None
+            self._waits_for, self._has = {*self._members()}, {}
+            self._do(partial(self._copy, self._open))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            close_at_exit(self)
+            self._thread = threading.Thread(target=self._run, name="dsx-copies", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def _copy(self, copy: _Copy) -> None:
+        began, num_bytes, why = time.monotonic(), 0, ""
+        url = self._remote.place(self._notices.cluster, copy.path.name)
+        try:
+            total = sum(path.stat().st_size for path in files_in(copy.path))
+            progress = Progress(f"copying to {url}", total, True, is_waited_for=False)
+            num_bytes = self._remote.copy(copy.path, partial(self._pace, progress))
+        except (Changed, FileNotFoundError) as error:
+            logger.info("%s is not copied: %s", copy.path, error)
+            why = None
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            why = f"{type(error).__name__}: {error}"
+        self._done.put(_Done(copy, num_bytes, time.monotonic() - began, why))
+
+    def _pace(self, progress: Progress, num_bytes: int) -> None:
+        if self._is_given_up:
+            raise Changed("the run ends")
+        self._rate.wait(num_bytes)
+        progress.moved(num_bytes)
+
+    def _take_done(self) -> None:
+        while not self._done.empty():
+            done = self._done.get()
+            copy, why = done.copy, done.why
+            url = self._remote.place(self._notices.cluster, copy.path.name)
+            if why == "" and copy.key not in self._copied:
+                self._copied.add(copy.key)
+                self._told.copied(copy.path, copy.step, url, done.num_bytes, done.seconds)
+            elif why:
+                self._told.not_copied(copy.path, copy.step, url, why)
+            if not self._is_closed:
+                told: dict[str, Any] = {"tag": copy.path.name, "step": copy.step}
+                self._notices.post(_KIND, {**told, "is_there": why == ""})
+
+    def _renew(self, path: Path) -> None:
+        try:
+            if self._remote.renew(path):
+                logger.info("%s says so, too", self._remote.place(*_place(path)))
+        except Changed:
+            return  # it is gone from the disk, too
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            logger.error(
+                "%s could not be marked (%s: %s): delete it by hand, else a new start on another "
+                "machine takes it", self._remote.place(*_place(path)), type(error).__name__, error,
+            )  # fmt: skip
+
+    def _delete(self, directory: Path, common: set[str]) -> None:
+        keep, cluster = self._config.keep, _place(directory / "tag")[0]
+        if keep is None:
+            return
+        try:
+            for tag in superfluous(self._remote.tags(cluster), common, keep):
+                self._remote.remove(cluster, tag)
+                place = self._remote.place(cluster, tag)
+                logger.info("%s is deleted: checkpoints.keep=%d", place, keep)
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            logger.warning(
+                "an old checkpoint at %s stays: %s: %s", self._remote.url, type(error).__name__,
+                error,
+            )  # fmt: skip
+
+
+def open_remote(config: CheckpointsConfig) -> Remote | None:
+    """Return the remote place of a run, if it has one; ConfigError says what is missing for it."""
+    if config.remote is None:
+        return None
+    try:
+        return Remote(config.remote, REMOTE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _is_finished(tag: Path) -> bool:
+    manifest = tag / MANIFEST
+    return manifest.is_file() and bool(read_manifest(manifest).get("is_finished"))
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return int(path.parent.name.removeprefix("cluster_")), path.name
