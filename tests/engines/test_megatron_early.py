@@ -29,8 +29,6 @@ SWITCHES = (
 )  # fmt: skip
 VALUES = {
     "non_persistent_save_interval": 5,
-    "rampup_batch_size": 8,
-    "step_batch_size_schedule": 4,
     "num_distributed_optimizer_instances": 2,
     "mtp_num_layers": 1,
 }
