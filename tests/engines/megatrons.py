@@ -26,6 +26,7 @@ from tests.engines.megatron_experts import (
     in_whole_layer,
     layers_with_experts,
     mixture,
+    move_biases,
     tell_experts_apart,
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
@@ -100,6 +101,7 @@ class Kind(NamedTuple):
     experts: int = 0  # in every other layer
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
+    is_biased: bool = False  # the router's choice, by what each expert has had to do
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +115,7 @@ class Kind(NamedTuple):
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
+        words["biased"] = self.is_biased
         words[self.family] = self.family != "gpt2"
         words["uneven"] = self.first_stage is not None
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
@@ -385,7 +388,8 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             for path, module in chunk.named_modules()
             if hasattr(module, "layer_number") and path.split(".")[-1].isdigit()
         }
-        for name, parameter in chunk.named_parameters():
+        biases = [entry for entry in chunk.named_buffers() if entry[0].endswith("expert_bias")]
+        for name, parameter in (*chunk.named_parameters(), *biases):
             for path, number in numbers.items():
                 if name.startswith(f"{path}."):
                     rest = name.removeprefix(f"{path}.")
@@ -432,6 +436,7 @@ class PlainGPT(nn.Module):
         self.num_layers = sum(name.endswith("input_layernorm.weight") for name in weights)
         self.names = {name.replace(".", "/"): name for name in weights}
         self.w = nn.ParameterDict({n.replace(".", "/"): w.clone() for n, w in weights.items()})
+        self.load: dict[int, Tensor] = {}  # tokens of each expert in this step, by its router
 
     def by_name(self) -> dict[str, Tensor]:
         return {name: self.w[key] for key, name in self.names.items()}
@@ -457,7 +462,7 @@ class PlainGPT(nn.Module):
         x = x + self.linear(heads.transpose(1, 2).flatten(2), w, "self_attention.linear_proj")
         normed = self.norm(x, w, "pre_mlp_layernorm")
         if "mlp.router.weight" in w:
-            return x + mixture(normed, w)
+            return x + mixture(normed, w, self.load)
         inner = F.gelu(self.linear(normed, w, "mlp.linear_fc1"))
         return x + self.linear(inner, w, "mlp.linear_fc2")
 
@@ -537,6 +542,7 @@ def reference(
             loss = sum(model(batch(cluster, step, part)) for part in range(parts)) / parts
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            move_biases(local[cluster], model.load)
         for optimizer in optimizers:
             optimizer.step()
         with torch.no_grad():

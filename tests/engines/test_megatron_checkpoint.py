@@ -46,6 +46,8 @@ RESUMED_TOO = [
     Kind(
         tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True, precision="bf16"
     ),
+    Kind(experts=4, is_biased=True, is_sharded=True, precision="bf16"),
+    Kind(experts=4, is_biased=True, tensor=2, precision="bf16"),
 ]
 
 

@@ -25,7 +25,6 @@ SWITCHES = (
     "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
     "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
-    "moe_router_enable_expert_bias",
 )  # fmt: skip
 VALUES = {
     "non_persistent_save_interval": 5,

@@ -16,7 +16,6 @@ pytestmark = needs_megatron
 
 # attribute: value; where it is set
 MODEL = {
-    "moe_router_enable_expert_bias": True,
     "mtp_num_layers": 1,
     "hybrid_context_parallel": True,
 }

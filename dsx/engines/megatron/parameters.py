@@ -24,6 +24,7 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.masters import dtype_name
+from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -102,7 +103,7 @@ def name_parameters(
         module = unwrapped(chunk)
         numbers = _layer_numbers(module)
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
-        for local_name, tensor in module.named_parameters():
+        for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
             if id(tensor) in held:
                 order, plain = _in_model(local_name, numbers, module)
                 is_copy = plain == HEAD and is_tied

@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 _FSDP = "use the distributed optimizer"
-_EXPERT_BIAS = (
-    "each cluster moves the router's bias by its own tokens, and nothing averages it; use "
-    "moe_router_load_balancing_type aux_loss without it"
-)
 _BUFFER = "leave it out"
 LAYER_WISE = (
     "its masters are parted among ranks by layer; use optimizer 'muon' without "
@@ -39,7 +35,6 @@ ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
-    "moe_router_enable_expert_bias": _EXPERT_BIAS,
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }

@@ -27,6 +27,7 @@ SERVED = {
     "num_experts": "one after another on a rank; grouped GEMM, which needs a GPU, was not run",
     "expert_model_parallel_size": "each expert by the ranks that hold it",
     "expert_tensor_parallel_size": f"as for dense layers; {EXPERT_TENSOR}",
+    "moe_router_enable_expert_bias": "the bias takes part in outer steps as a vector of its layer",
     "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
