@@ -27,6 +27,7 @@ def install() -> None:
     import megatron.core.datasets.utils as datasets
 
     datasets.compile_helpers = lambda: None
+    _copy_what_is_written_beside()
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
 
@@ -37,6 +38,31 @@ def install() -> None:
         kernels.load = lambda args: None
 
 
+def _copy_what_is_written_beside() -> None:
+    """Let `--async-save` write what there was as it began: from a device it is copied before."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
+
+    kind = writing.FileSystemWriterAsync
+    prepare = kind.prepare_write_data
+
+    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
+        prepare(self, plan, planner)
+        self.write_buckets = [
+            (path, name, (whole, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, name, (whole, tensors) in self.write_buckets or []
+        ]
+
+    kind.prepare_write_data = prepare_write_data
+
+
+def _serve_a_writer() -> None:
+    """Give the process that writes checkpoints beside training a device to choose."""
+    cuda: Any = torch.cuda
+    cuda.device_count, cuda.set_device = lambda: 1, lambda *args: None
+
+
+if __name__ == "__mp_main__":
+    _serve_a_writer()
 if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
     install()
     from megatron_patches.__main__ import main

@@ -1,7 +1,8 @@
 """What a Megatron rank trains, by names that say the same on every rank of every cluster.
 
 Layers have their global number (`layer.layer_number - 1`), whichever stage and virtual chunk they
-are in, and are in that order, after the embedding and before the final norm and the head. A slice
+are in, and are in that order, after the embedding and before the final norm and the head; where a
+model has an encoder and a decoder, the encoder's come first, and both are on one stage. A slice
 of a tensor-parallel weight is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; a
 parameter that tensor-parallel ranks hold alike has its plain name, and belongs to the first one.
 
@@ -27,9 +28,11 @@ from dsx.engines.masters import dtype_name
 from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^((?:en|de)coder\.layers\.)(\d+)\.")
 _EXPERTS = ".experts."  # and not shared_experts, which are dense
-_FIRST, _LAST = 0, 1 << 30
+_AT_FIRST = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
+_AT_LAST = ("output_layer.", "decoder.final", "lm_head.", "pooler.", "binary_head.")
+_FIRST, _BEHIND_ENCODER, _LAST = 0, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def name_parameters(
     found: list[tuple[int, Parameter]] = []
     for chunk in chunks:
         module = unwrapped(chunk)
+        _require_one_stage_of_two_parts(module, place)
         numbers = _layer_numbers(module)
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
         for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
@@ -186,7 +190,7 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def _layer_numbers(module: Any) -> Mapping[str, int]:
-    """Return the global number of each layer, from 0, by its number in the chunk."""
+    """Return the global number of each layer, from 0, by its path in the chunk."""
     numbers: dict[str, int] = {}
     for path, layer in module.named_modules():
         match = _LAYER.match(f"{path}.")
@@ -196,7 +200,7 @@ def _layer_numbers(module: Any) -> Mapping[str, int]:
                     f"{path} of {type(module).__name__} has no layer_number, by which dsx knows "
                     "a layer's place in the model"
                 )
-            numbers[match.group(1)] = int(layer.layer_number) - 1
+            numbers[match.group(0)] = int(layer.layer_number) - 1
     return numbers
 
 
@@ -204,13 +208,27 @@ def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, 
     """Return a parameter's place in the model, and its name there."""
     match = _LAYER.match(name)
     if match:
-        number = numbers[match.group(1)]
-        return number + 1, f"decoder.layers.{number}.{name[match.end() :]}"
-    if name.startswith("embedding."):
+        layers, number = match.group(1), numbers[match.group(0)]
+        first = 1 if layers.startswith("encoder") else 1 + _BEHIND_ENCODER
+        return first + number, f"{layers}{number}.{name[match.end() :]}"
+    if name.startswith(_AT_FIRST):
         return _FIRST, name
-    if name == HEAD or name.startswith(("output_layer.", "decoder.final")):
+    if name.startswith("encoder.final"):
+        return _BEHIND_ENCODER, name
+    if name.startswith(_AT_LAST):
         return _LAST, name
     raise ValueError(
         f"dsx does not know the place of parameter {name} of {type(module).__name__} in a "
-        "pipeline: it serves models of embedding, decoder.layers, final norm and output_layer"
+        "pipeline: it serves models of embedding, encoder.layers and decoder.layers with their "
+        "final norms, and what stands behind them: output_layer, lm_head, pooler and binary_head"
     )
+
+
+def _require_one_stage_of_two_parts(module: Any, place: Coordinates) -> None:
+    """Raise ValueError for an encoder and a decoder over stages: each begins with an embedding."""
+    parts = ("add_encoder", "add_decoder")
+    if place.pipeline[1] > 1 and all(hasattr(module, part) for part in parts):
+        raise ValueError(
+            f"dsx does not serve {type(module).__name__} over {place.pipeline[1]} pipeline stages: "
+            "encoder and decoder hold copies of one embedding; use pipeline_model_parallel_size=1"
+        )
