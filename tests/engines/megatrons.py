@@ -30,6 +30,7 @@ from tests.engines.megatron_experts import (
     tell_experts_apart,
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
+from tests.engines.megatron_models import MORE_TOKENS, OTHER, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -277,7 +278,8 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
-        **{"bias_activation_fusion": False, **TRANSFORMERS[kind.family]},
+        **{"bias_activation_fusion": False, **TRANSFORMERS.get(kind.family, {})},
+        **(MORE_TOKENS if kind.family == "mtp" else {}),
         **expert_settings(kind),
     )
 
@@ -290,6 +292,12 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
 
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
     vp_stage = index if kind.chunks > 1 else None
+    if kind.family in OTHER:
+        ends = {"pre_process": stage == 0 and index == 0}
+        ends["post_process"] = stage == last and index == kind.chunks - 1
+        sizes = {"vocab_size": VOCAB, "max_sequence_length": LENGTH}
+        other = build_other(kind, config, vp_stage, **sizes, **ends)
+        return other if kind.precision == "fp32" else Float16Module(config, other)
     spec = get_gpt_layer_local_spec(**SPECS.get(kind.family, {}))
     if kind.experts:
         spec = layers_with_experts(kind, config, vp_stage)
@@ -320,6 +328,8 @@ def forward_step(batches: Iterator[Tensor], model: Any) -> Any:
     from megatron.core import parallel_state
 
     windows = next(batches)
+    if (made := outcome(model, windows)) is not None:
+        return made
     positions = torch.arange(LENGTH).expand(len(windows), -1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]  # what is hidden
     part = own_part({"x": windows[:, :-1], "places": positions, "labels": windows[:, 1:]})
@@ -393,7 +403,7 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             for path, number in numbers.items():
                 if name.startswith(f"{path}."):
                     rest = name.removeprefix(f"{path}.")
-                    name = f"layers.{number}.{rest}"
+                    name = f"{path.rpartition('layers.')[0]}layers.{number}.{rest}"
             name = name.replace("module.", "").removeprefix("decoder.")
             count, rank = experts if ".experts." in name else dense
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)

@@ -29,7 +29,6 @@ SWITCHES = (
 VALUES = {
     "non_persistent_save_interval": 5,
     "num_distributed_optimizer_instances": 2,
-    "mtp_num_layers": 1,
 }
 
 

@@ -26,7 +26,12 @@ T5 = [
     "decoder.final_layernorm.weight",
     "encoder.layers.0.mlp.weight", "encoder.layers.1.mlp.weight", "encoder.final_layernorm.weight",
 ]  # fmt: skip
-IN_ORDER = [T5[i] for i in (1, 2, 6, 7, 8, 3, 4, 0, 5)]
+MTP = [
+    "embedding.word_embeddings.weight", "decoder.layers.0.mlp.weight",
+    "decoder.final_layernorm.weight", "mtp.layers.0.transformer_layer.mlp.weight",
+    "output_layer.weight",
+]  # fmt: skip
+IN_ORDER = [T5[i] for i in (1, 2, 6, 7, 8, 3, 4, 5, 0)]
 
 
 def model_of(names: list[str], first_layer: int = 0) -> Any:
@@ -52,9 +57,15 @@ def name_everything() -> dict[str, Any]:
     from dsx.engines.megatron.parameters import Coordinates, name_parameters
     from dsx.method.fragments import group_by_layer
 
+    def listed(model: Any, stage: int, stages: int) -> list[Any]:
+        place = Coordinates((0, 1), (stage, stages), (0, 1))
+        return name_parameters([model], list(model.parameters()), place)
+
     def named(model: Any, stages: int = 1) -> list[str]:
-        place = Coordinates((0, 1), (0, stages), (0, 1))
-        return [p.name for p in name_parameters([model], list(model.parameters()), place)]
+        return [p.name for p in listed(model, 0, stages)]
+
+    def copies(model: Any, stage: int) -> list[str]:
+        return [p.name for p in listed(model, stage, 2) if p.is_tied_copy]
 
     from dsx.core.types import ParameterShape
 
@@ -63,8 +74,16 @@ def name_everything() -> dict[str, Any]:
     names = named(two)
     with pytest.raises(ValueError) as refused:
         named(two, stages=2)
+    more = model_of(MTP)
+    more.mtp_process = True
+    found = {"mtp": named(more), "copies": (copies(more, 0), copies(more, 1))}
+    more.share_embeddings_and_output_weights = True
+    with pytest.raises(ValueError) as twice:
+        copies(more, 1)
     last = model_of(["encoder.layers.0.mlp.weight", "lm_head.dense.weight"], first_layer=3)
     return {
+        **found,
+        "refused mtp": str(twice.value),
         "bert": named(model_of(BERT)),
         "last stage": named(last, stages=2),
         "t5": names,
@@ -79,4 +98,7 @@ def test_encoders_and_decoders_have_their_places() -> None:
     assert found["last stage"] == ["encoder.layers.3.mlp.weight", "lm_head.dense.weight"]
     assert found["t5"] == IN_ORDER
     assert [len(layer) for layer in found["layers"]] == [3, 2, 1, 3]  # two of each part
+    assert found["mtp"] == MTP
+    assert found["copies"] == ([], [MTP[0]])
+    assert "dsx does not serve mtp_num_layers over 2 pipeline stages" in found["refused mtp"]
     assert "dsx does not serve Module over 2 pipeline stages" in found["refused"]

@@ -16,7 +16,6 @@ pytestmark = needs_megatron
 
 # attribute: value; where it is set
 MODEL = {
-    "mtp_num_layers": 1,
     "hybrid_context_parallel": True,
 }
 DATA_PARALLEL = {

@@ -283,7 +283,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
             + ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"],
             "dsx does not serve --non-persistent-save-interval of Megatron",
         ),
-        (["--mtp-num-layers", "1"], "dsx does not serve --mtp-num-layers of Megatron"),
+        (["--skip-train"], "dsx does not serve --skip-train of Megatron"),
         (["--optimizer", "dist_muon"], "dsx does not serve --optimizer dist_muon of Megatron"),
         (
             ["--save", "{tmp}/same", "--save-interval", "4"],

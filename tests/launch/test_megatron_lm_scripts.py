@@ -63,6 +63,13 @@ def test_another_script_trains_and_resumes(
     given, stages = SCRIPTS[script]
     for module in (test_megatron_lm, test_megatron_synchronous):
         monkeypatch.setattr(module, "MODEL", [*of_sentences(tmp_path), *given])
+    train_and_resume(tree, tmp_path, monkeypatch, script, stages)
+
+
+def train_and_resume(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, stages: int
+) -> None:
+    """Train the script's model as plain Megatron does, and in clusters; resume from the middle."""
     stage = ["--pipeline-model-parallel-size", str(stages)]
     few = ["--train-iters", "4", *stage]
     whole = plain(tree, tmp_path / "plain", *few, script=script, ranks=stages)

@@ -28,11 +28,11 @@ from dsx.engines.masters import dtype_name
 from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"^((?:en|de)coder\.layers\.)(\d+)\.")
+_LAYER = re.compile(r"^((?:encoder|decoder|mtp)\.layers\.)(\d+)\.")
 _EXPERTS = ".experts."  # and not shared_experts, which are dense
 _AT_FIRST = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
-_AT_LAST = ("output_layer.", "decoder.final", "lm_head.", "pooler.", "binary_head.")
-_FIRST, _BEHIND_ENCODER, _LAST = 0, 1 << 20, 1 << 30
+_AT_LAST = ("output_layer.", "lm_head.", "pooler.", "binary_head.")
+_FIRST, _BEHIND_ENCODER, _BEHIND_DECODER, _LAST = 0, 1 << 20, 1 << 29, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,12 @@ def name_parameters(
         _require_one_stage_of_two_parts(module, place)
         numbers = _layer_numbers(module)
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
+        predicts_more = _predicts_more_tokens(module, is_tied, place)
+        is_copied = is_tied or predicts_more
         for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
             if id(tensor) in held:
                 order, plain = _in_model(local_name, numbers, module)
-                is_copy = plain == HEAD and is_tied
+                is_copy = plain == (EMBEDDING if predicts_more else HEAD) and is_copied
                 found.append((order, _parameter(tensor, plain, is_copy, place)))
     if len(found) != len(held):
         raise ValueError(
@@ -209,19 +211,36 @@ def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, 
     match = _LAYER.match(name)
     if match:
         layers, number = match.group(1), numbers[match.group(0)]
-        first = 1 if layers.startswith("encoder") else 1 + _BEHIND_ENCODER
-        return first + number, f"{layers}{number}.{name[match.end() :]}"
+        behind = {"encoder": 0, "decoder": _BEHIND_ENCODER, "mtp": _BEHIND_DECODER}
+        return behind[layers.split(".")[0]] + 1 + number, f"{layers}{number}.{name[match.end() :]}"
     if name.startswith(_AT_FIRST):
         return _FIRST, name
-    if name.startswith("encoder.final"):
-        return _BEHIND_ENCODER, name
+    if name.startswith(("encoder.final", "decoder.final")):
+        return _BEHIND_ENCODER if name.startswith("encoder") else _BEHIND_DECODER, name
     if name.startswith(_AT_LAST):
         return _LAST, name
     raise ValueError(
         f"dsx does not know the place of parameter {name} of {type(module).__name__} in a "
         "pipeline: it serves models of embedding, encoder.layers and decoder.layers with their "
-        "final norms, and what stands behind them: output_layer, lm_head, pooler and binary_head"
+        "final norms, and what stands behind them: mtp.layers, output_layer, lm_head, pooler and "
+        "binary_head"
     )
+
+
+def _predicts_more_tokens(module: Any, is_tied: bool, place: Coordinates) -> bool:
+    """Whether a chunk behind the first stage embeds tokens once more (multi-token prediction).
+
+    ValueError where its head is tied, too: then it holds two weights, of which it uses one.
+    """
+    is_first = place.pipeline[0] == 0
+    if is_first or not getattr(module, "mtp_process", False):
+        return False
+    if is_tied:
+        raise ValueError(
+            f"dsx does not serve mtp_num_layers over {place.pipeline[1]} pipeline stages with a "
+            "tied head; use --untie-embeddings-and-output-weights, or one stage"
+        )
+    return True
 
 
 def _require_one_stage_of_two_parts(module: Any, place: Coordinates) -> None:

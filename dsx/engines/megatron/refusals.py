@@ -35,7 +35,6 @@ ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
-    "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
 EXPERT_TENSOR = "another size needs --expert-model-parallel-size above 1"

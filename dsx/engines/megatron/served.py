@@ -28,6 +28,7 @@ SERVED = {
     "expert_model_parallel_size": "each expert by the ranks that hold it",
     "expert_tensor_parallel_size": f"as for dense layers; {EXPERT_TENSOR}",
     "moe_router_enable_expert_bias": "the bias takes part in outer steps as a vector of its layer",
+    "mtp_num_layers": "over several stages with untied heads; the embedding's copy follows it",
     "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
