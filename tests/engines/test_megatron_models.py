@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed import run_distributed
 from tests.engines.engines import NUM_CLUSTERS
@@ -18,7 +19,7 @@ from tests.engines.megatrons import (
     train_step,
     whole_weights,
 )
-from tests.engines.test_megatron_checkpoint import resume_kind
+from tests.engines.test_megatron_checkpoint import having_children, resume_kind
 from tests.tiny import H
 
 pytestmark = needs_megatron
@@ -51,17 +52,22 @@ def train(kind: Kind, base: Path) -> dict[str, Any]:
         "cluster": world.cluster_id,
         "apart": apart,
         "mean": mean,
-        "resumed": resume_kind(kind, base / str(KINDS.index(kind))),
+        "resumed": resume_kind(kind, base / str(kind)),
     }
 
 
-def train_all(base: str) -> list[dict[str, Any]]:
-    return [train(kind, Path(base)) for kind in KINDS]
+def train_all(base: str, kinds: list[Kind]) -> list[dict[str, Any]]:
+    with having_children():
+        trained = [train(kind, Path(base)) for kind in kinds]
+        dist.barrier()
+        return trained
 
 
 @pytest.mark.ci
 def test_clusters_hold_the_mean_and_resume(tmp_path: Path) -> None:
-    ranks = run_distributed(train_all, 4, str(tmp_path), timeout_seconds=290, engine="megatron")
+    ranks = run_distributed(
+        train_all, 4, str(tmp_path), KINDS, timeout_seconds=290, engine="megatron"
+    )
     for index, kind in enumerate(KINDS):
         results = [rank[index] for rank in ranks]
         check_mean(kind, results)

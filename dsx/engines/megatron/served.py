@@ -34,6 +34,7 @@ SERVED = {
     "overlap_param_gather": "",
     "bf16": "",
     "fp16": "a step that overflows counts",
+    "async_save": "the outer state is whole before Megatron begins to write its part",
     "rampup_batch_size": "by what each cluster has read itself, at one step in all",
     "step_batch_size_schedule": "as --rampup-batch-size, which it follows in later releases",
 }
