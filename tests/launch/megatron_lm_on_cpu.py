@@ -29,10 +29,13 @@ def install() -> None:
     datasets.compile_helpers = lambda: None
     _copy_what_is_written_beside()
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.models.bert.bert_layer_specs as bert
     import megatron.training.initialize as initialize
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
+    # which pretrain_bert.py imports, whatever layers it is told to build
+    bert.bert_layer_with_transformer_engine_spec = None
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None

@@ -29,12 +29,17 @@ SCRIPTS = {
     "pretrain_bert.py": (shlex.split("--spec local --bert-embedder-type megatron"), 2),
     "pretrain_t5.py": (
         shlex.split("""
-            --encoder-num-layers 4 --decoder-num-layers 4 --encoder-seq-length 16
-            --decoder-seq-length 16 --vocab-extra-ids 20
+            --decoder-num-layers 4 --decoder-seq-length 16 --vocab-extra-ids 20
         """),
         1,
     ),
 }
+
+
+def of_parts(words: list[str]) -> list[str]:
+    """Return a model's arguments for an encoder and a decoder, each with sizes of its own."""
+    text = " ".join(words).replace("--num-layers", "--encoder-num-layers")
+    return text.replace("--seq-length", "--encoder-seq-length").split()
 
 
 def of_sentences(at: Path) -> list[str]:
@@ -61,8 +66,11 @@ def test_another_script_trains_and_resumes(
 ) -> None:
     """As plain Megatron where no outer step comes; two clusters alike, and resumed to the bit."""
     given, stages = SCRIPTS[script]
+    model = [*of_sentences(tmp_path), *given]
+    if script == "pretrain_t5.py":
+        model = of_parts(model)
     for module in (test_megatron_lm, test_megatron_synchronous):
-        monkeypatch.setattr(module, "MODEL", [*of_sentences(tmp_path), *given])
+        monkeypatch.setattr(module, "MODEL", model)
     train_and_resume(tree, tmp_path, monkeypatch, script, stages)
 
 
