@@ -28,8 +28,8 @@ def install() -> None:
 
     datasets.compile_helpers = lambda: None
     _copy_what_is_written_beside()
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.models.bert.bert_layer_specs as bert
+    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
