@@ -18,6 +18,7 @@ from typing import Any
 from dsx.engines.megatron.data import sources_of_arguments
 from dsx.training.data_sources import Source, are_same, describe, share_data
 from megatron_patches import probe
+from megatron_patches.batch_size import GROWS, count_by_own
 from megatron_patches.place import Place
 from megatron_patches.run import Run
 from megatron_patches.synchronous import require_place
@@ -99,6 +100,7 @@ def agree(run: Run, arguments: Any, begins_plain: bool = False) -> None:
     if division.is_split:
         _require_same_order(run, arguments)
     _find_place(division, arguments, begins_plain)
+    count_by_own(arguments)
     places = rendezvous.gather("place in the data", division.place.begun)
     if run.world.joins is not None:  # the others have begun there
         theirs = next(place for m, place in enumerate(places) if m != run.world.cluster_id)
@@ -159,9 +161,7 @@ def _require_same_order(run: Run, arguments: Any) -> None:
 
 
 def _training_line(division: Division, sources: list[Source], arguments: Any) -> str:
-    samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
-    samples -= division.place.counted_before
-    read = f"{samples:,} samples, {samples * arguments.seq_length:,} tokens in this run"
+    read = _read_in_this_run(division, arguments)
     what = f"training data: {describe(sources)}"
     if arguments.dataloader_type == "external":
         return f"{what}, which divides it itself; {read}"
@@ -173,6 +173,15 @@ def _training_line(division: Division, sources: list[Source], arguments: Any) ->
             f"samples{behind} this cluster reads part {division.cluster_id + 1}; {read}"
         )
     return f"{what}, of this cluster's own, which it reads whole; {read}"
+
+
+def _read_in_this_run(division: Division, arguments: Any) -> str:
+    grows = any(getattr(arguments, name, None) for name in GROWS)
+    if grows and not arguments.train_samples:
+        return f"{arguments.train_iters:,} steps in this run, of batches that grow"
+    samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
+    samples -= division.place.counted_before
+    return f"{samples:,} samples, {samples * arguments.seq_length:,} tokens in this run"
 
 
 def _validation_line(sources: list[Source], is_same: bool) -> str:

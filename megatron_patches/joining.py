@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_patches import probe
+from megatron_patches.batch_size import count_by_own, left_out
 from megatron_patches.run import Run
 
 _BEFORE_LOADING = ("resume point", "loaded iteration", "whose checkpoint")
@@ -93,7 +94,7 @@ class Counters:
         return {
             "iteration": iteration,
             "consumed_train_samples": arguments.consumed_train_samples + batch,
-            "skipped_train_samples": getattr(arguments, "skipped_train_samples", 0),
+            "skipped_train_samples": getattr(arguments, "skipped_train_samples", 0) + left_out(),
             "consumed_valid_samples": consumed_valid,
             "scheduled": self._scheduler.num_steps + batch,
         }
@@ -104,6 +105,7 @@ class Counters:
         self.joined = place
         for name in place.keys() - {"scheduled"}:
             setattr(arguments, name, place[name])
+        count_by_own(arguments)
         self._scheduler.step(increment=place["scheduled"] - self._scheduler.num_steps)
         trained = place["consumed_train_samples"] - place["skipped_train_samples"]
         count = probe.function(probe.training(), "num_floating_point_operations", ["args"])

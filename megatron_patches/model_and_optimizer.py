@@ -21,6 +21,7 @@ from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from dsx.training.positions import SAMPLES
 from megatron_patches import probe
+from megatron_patches.batch_size import facts_of_batch, refuse_fixed_backwards
 from megatron_patches.data import agree
 from megatron_patches.joining import (
     Counters,
@@ -92,6 +93,8 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         _require_same_start(run, arguments)
     equal = _EQUAL if run.validation == "own" else (*_EQUAL, *_OF_VALIDATION)
     facts = {name: getattr(arguments, name, None) for name in equal}
+    facts |= facts_of_batch(arguments)
+    refuse_fixed_backwards(arguments, run.config.method.schedule.backwards)
     is_plain = not joins and begins_plain(run, arguments)
     loaded = (arguments.load, arguments.iteration) if arguments.iteration else None
     source = f"--load {arguments.load}, iteration {arguments.iteration}"

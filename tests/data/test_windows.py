@@ -15,12 +15,14 @@ from dsx.data.windows import TokenWindows, open_tokens
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "float32": 7, "uint16": 8}
 
 
-def write_indexed(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
-    """Write .bin and .idx by the letter of the format."""
+def write_indexed(
+    prefix: Path, documents: list[list[int]], dtype: str = "uint16", sentences: int = 1
+) -> Path:
+    """Write .bin and .idx by the letter of the format; so many entries are one document."""
     lengths = np.array([len(document) for document in documents], dtype="<i4")
     itemsize = np.dtype(dtype).itemsize
     offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * itemsize
-    bounds = np.arange(len(documents) + 1, dtype="<i8")
+    bounds = np.arange(0, len(documents) + 1, sentences, dtype="<i8")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], lengths.size, bounds.size)
     body = lengths.tobytes() + offsets.tobytes() + bounds.tobytes()
     prefix.with_suffix(".idx").write_bytes(header + body)

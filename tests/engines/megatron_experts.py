@@ -17,6 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TOP = 2  # experts of each token
+BIAS_RATE = 0.02  # of the router's bias, by step: enough to change which experts are chosen
+BIASED = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": BIAS_RATE,
+}
 _EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
 
 
@@ -46,6 +52,7 @@ def expert_settings(kind: Any) -> dict[str, Any]:
         "moe_layer_freq": [index % 2 for index in range(kind.num_layers)],  # others are dense
         "sequence_parallel": kind.tensor > 1,
         "add_bias_linear": False,
+        **(BIASED if kind.is_biased else {}),
     }
 
 
@@ -92,16 +99,44 @@ def in_whole_layer(name: str, config: Any) -> str:
     return f"{match[1]}{expert_number(int(match[2]), config)}{match[3]}" if match else name
 
 
-def mixture(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    """What experts make of tokens `[..., hidden]`: the router's best, by weight, and the shared."""
+def mixture(x: Tensor, w: Mapping[str, Tensor], load: dict[int, Tensor]) -> Tensor:
+    """What experts make of tokens `[..., hidden]`: the router's best, by weight, and the shared.
+
+    Where the router has a bias, the tokens of each expert are added to `load`, by the bias's id.
+    """
 
     def outcome(expert: str) -> Tensor:
         inner = F.gelu(F.linear(x, w[f"mlp.{expert}.linear_fc1.weight"]))
         return F.linear(inner, w[f"mlp.{expert}.linear_fc2.weight"])
 
-    scores, chosen = F.linear(x, w["mlp.router.weight"]).topk(TOP, dim=-1)
+    shares, chosen = chosen_experts(F.linear(x, w["mlp.router.weight"]), w, load)
     total = outcome("shared_experts")
     for number in range(w["mlp.router.weight"].shape[0]):
-        share = (scores.softmax(-1) * (chosen == number)).sum(-1, keepdim=True)
+        share = (shares * (chosen == number)).sum(-1, keepdim=True)
         total = total + share * outcome(f"experts.local_experts.{number}")
     return total
+
+
+def chosen_experts(
+    logits: Tensor, w: Mapping[str, Tensor], load: dict[int, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return each token's experts `[..., TOP]` and the weight of each."""
+    bias = w.get("mlp.router.expert_bias")
+    if bias is None:
+        scores, chosen = logits.topk(TOP, dim=-1)
+        return scores.softmax(-1), chosen
+    scores = logits.sigmoid()
+    chosen = (scores + bias).topk(TOP, dim=-1).indices
+    counted = torch.bincount(chosen.flatten(), minlength=len(bias))
+    load[id(bias)] = load.get(id(bias), torch.zeros_like(counted)) + counted
+    held = scores.gather(-1, chosen)
+    return held / (held.sum(-1, keepdim=True) + 1e-20), chosen
+
+
+@torch.no_grad()
+def move_biases(weights: Mapping[str, Tensor], load: dict[int, Tensor]) -> None:
+    """Move every router's bias towards the experts that had fewer tokens, in place; forget them."""
+    for name, bias in weights.items():
+        if name.endswith("router.expert_bias"):
+            tokens = load.pop(id(bias)).float()
+            bias += BIAS_RATE * (tokens.mean() - tokens).sign()

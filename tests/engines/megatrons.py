@@ -26,9 +26,11 @@ from tests.engines.megatron_experts import (
     in_whole_layer,
     layers_with_experts,
     mixture,
+    move_biases,
     tell_experts_apart,
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
+from tests.engines.megatron_models import MORE_TOKENS, OTHER, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -100,6 +102,7 @@ class Kind(NamedTuple):
     experts: int = 0  # in every other layer
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
+    is_biased: bool = False  # the router's choice, by what each expert has had to do
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +116,7 @@ class Kind(NamedTuple):
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
+        words["biased"] = self.is_biased
         words[self.family] = self.family != "gpt2"
         words["uneven"] = self.first_stage is not None
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
@@ -274,7 +278,8 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
-        **{"bias_activation_fusion": False, **TRANSFORMERS[kind.family]},
+        **{"bias_activation_fusion": False, **TRANSFORMERS.get(kind.family, {})},
+        **(MORE_TOKENS if kind.family == "mtp" else {}),
         **expert_settings(kind),
     )
 
@@ -287,6 +292,12 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
 
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
     vp_stage = index if kind.chunks > 1 else None
+    if kind.family in OTHER:
+        ends = {"pre_process": stage == 0 and index == 0}
+        ends["post_process"] = stage == last and index == kind.chunks - 1
+        sizes = {"vocab_size": VOCAB, "max_sequence_length": LENGTH}
+        other = build_other(kind, config, vp_stage, **sizes, **ends)
+        return other if kind.precision == "fp32" else Float16Module(config, other)
     spec = get_gpt_layer_local_spec(**SPECS.get(kind.family, {}))
     if kind.experts:
         spec = layers_with_experts(kind, config, vp_stage)
@@ -317,6 +328,8 @@ def forward_step(batches: Iterator[Tensor], model: Any) -> Any:
     from megatron.core import parallel_state
 
     windows = next(batches)
+    if (made := outcome(model, windows)) is not None:
+        return made
     positions = torch.arange(LENGTH).expand(len(windows), -1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]  # what is hidden
     part = own_part({"x": windows[:, :-1], "places": positions, "labels": windows[:, 1:]})
@@ -385,11 +398,12 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             for path, module in chunk.named_modules()
             if hasattr(module, "layer_number") and path.split(".")[-1].isdigit()
         }
-        for name, parameter in chunk.named_parameters():
+        biases = [entry for entry in chunk.named_buffers() if entry[0].endswith("expert_bias")]
+        for name, parameter in (*chunk.named_parameters(), *biases):
             for path, number in numbers.items():
                 if name.startswith(f"{path}."):
                     rest = name.removeprefix(f"{path}.")
-                    name = f"layers.{number}.{rest}"
+                    name = f"{path.rpartition('layers.')[0]}layers.{number}.{rest}"
             name = name.replace("module.", "").removeprefix("decoder.")
             count, rank = experts if ".experts." in name else dense
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
@@ -432,6 +446,7 @@ class PlainGPT(nn.Module):
         self.num_layers = sum(name.endswith("input_layernorm.weight") for name in weights)
         self.names = {name.replace(".", "/"): name for name in weights}
         self.w = nn.ParameterDict({n.replace(".", "/"): w.clone() for n, w in weights.items()})
+        self.load: dict[int, Tensor] = {}  # tokens of each expert in this step, by its router
 
     def by_name(self) -> dict[str, Tensor]:
         return {name: self.w[key] for key, name in self.names.items()}
@@ -457,7 +472,7 @@ class PlainGPT(nn.Module):
         x = x + self.linear(heads.transpose(1, 2).flatten(2), w, "self_attention.linear_proj")
         normed = self.norm(x, w, "pre_mlp_layernorm")
         if "mlp.router.weight" in w:
-            return x + mixture(normed, w)
+            return x + mixture(normed, w, self.load)
         inner = F.gelu(self.linear(normed, w, "mlp.linear_fc1"))
         return x + self.linear(inner, w, "mlp.linear_fc2")
 
@@ -537,6 +552,7 @@ def reference(
             loss = sum(model(batch(cluster, step, part)) for part in range(parts)) / parts
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            move_biases(local[cluster], model.load)
         for optimizer in optimizers:
             optimizer.step()
         with torch.no_grad():

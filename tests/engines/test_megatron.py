@@ -46,6 +46,17 @@ EXPERTS = [
     Kind(tensor=2, experts=4),
     Kind(pipeline=2, experts=4, is_tied=True),
 ]
+BIASED = [
+    Kind(experts=4, is_biased=True),
+    Kind(experts=4, is_biased=True, expert_parallel=2, is_sharded=True),
+    Kind(experts=4, is_biased=True, is_sharded=True, overlaps=True, preset="dreamddp"),
+    Kind(experts=4, is_biased=True, tensor=2),
+    Kind(experts=4, is_biased=True, pipeline=2, is_tied=True),
+    Kind(experts=4, is_biased=True, context=2, optimizer="muon"),
+]
+BIASED_OF_FOUR = [
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True, is_biased=True),
+]
 EXPERTS_OF_FOUR = [
     Kind(experts=4, expert_parallel=2),  # each expert on two ranks
     Kind(experts=4, expert_parallel=2, is_sharded=True, overlaps=True),
@@ -223,7 +234,10 @@ def test_more_of_two_ranks_equal_the_reference() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("kinds", "num_ranks"), [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8)])
+@pytest.mark.parametrize(
+    ("kinds", "num_ranks"),
+    [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8), (BIASED, 4), (BIASED_OF_FOUR, 8)],
+)
 def test_experts_equal_the_reference(kinds: list[Kind], num_ranks: int) -> None:
     trained = run_distributed(train_kinds, num_ranks, kinds, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(kinds):

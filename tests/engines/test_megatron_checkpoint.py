@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ RESUMED_TOO = [
     Kind(
         tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True, precision="bf16"
     ),
+    Kind(experts=4, is_biased=True, is_sharded=True, precision="bf16"),
+    Kind(experts=4, is_biased=True, tensor=2, precision="bf16"),
 ]
 
 
@@ -168,19 +172,25 @@ def try_foreign(base: Path) -> dict[str, str]:
     return messages
 
 
-def run(base: str, kinds: list[Kind]) -> dict[str, Any]:
-    # dist_checkpointing starts processes of its own, which a daemon may not
+@contextmanager
+def having_children() -> Iterator[None]:
+    """Let dist_checkpointing start processes of its own, which a daemon may not."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    join()
-    root = Path(base)
     try:
+        yield
+    finally:
+        for child in multiprocessing.active_children():  # which it leaves behind
+            child.kill()
+
+
+def run(base: str, kinds: list[Kind]) -> dict[str, Any]:
+    with having_children():
+        join()
+        root = Path(base)
         results = [resume_kind(kind, root / str(kind)) for kind in kinds]
         dist.barrier()
         foreign = try_foreign(root / str(RESUMED[0])) if kinds == RESUMED else {}
         return {"resumed": results, "foreign": foreign}
-    finally:
-        for child in multiprocessing.active_children():  # and leaves them behind
-            child.kill()
 
 
 @pytest.fixture(scope="module")

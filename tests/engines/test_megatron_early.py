@@ -25,14 +25,10 @@ SWITCHES = (
     "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
     "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
-    "moe_router_enable_expert_bias",
 )  # fmt: skip
 VALUES = {
     "non_persistent_save_interval": 5,
-    "rampup_batch_size": 8,
-    "step_batch_size_schedule": 4,
     "num_distributed_optimizer_instances": 2,
-    "mtp_num_layers": 1,
 }
 
 
@@ -177,7 +173,7 @@ def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str
         main([script, *DSX, *given])
     assert sys.argv == [script, *DSX, *given]
     with pytest.raises(Joining):  # what is in that file is known where the model is built
-        main([script, *DSX, "--yaml-cfg", "x.yaml", "--mtp-num-layers", "2"])
+        main([script, *DSX, "--yaml-cfg", "x.yaml", "--skip-train"])
 
 
 def test_whole_experts_on_tensor_parallel_ranks_are_refused(
@@ -206,7 +202,7 @@ def test_the_second_line_is_before_the_model(
     """A script's defaults and a checkpoint's arguments are in force only there."""
     built: list[str] = []
     tree["training"].setup_model_and_optimizer = lambda model_type: built.append("model")
-    in_force = SimpleNamespace(distributed_backend="gloo", save="same", mtp_num_layers=2)
+    in_force = SimpleNamespace(distributed_backend="gloo", save="same", skip_train=True)
     tree["global_vars"].get_args = lambda: in_force
     monkeypatch.setattr(model_and_optimizer.dist, "get_backend", lambda: "gloo")
 
@@ -217,8 +213,8 @@ def test_the_second_line_is_before_the_model(
     model_and_optimizer.patch(SimpleNamespace(handle=None))  # type: ignore[arg-type]
     setup = probe.training().setup_model_and_optimizer
     for message, changes in {
-        "does not serve --mtp-num-layers": {},
-        "--distributed-backend nccl, but": {"mtp_num_layers": 0, "distributed_backend": "nccl"},
+        "does not serve --skip-train": {},
+        "--distributed-backend nccl, but": {"skip_train": False, "distributed_backend": "nccl"},
         "same is where another cluster saves": {"distributed_backend": "gloo"},
     }.items():  # fmt: skip
         vars(in_force).update(changes)

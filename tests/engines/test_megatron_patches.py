@@ -131,6 +131,9 @@ def test_a_line_says_whether_a_script_s_own_data_is_divided() -> None:
     line = data._training_line(division, [], told)
     assert "data of the script's own, shared by all clusters" in line
     assert "reads part 2; 40 samples, 320 tokens" in line
+    told.step_batch_size_schedule = "0:4 20:8"
+    assert "reads part 2; 10 steps in this run, of" in data._training_line(division, [], told)
+    told.step_batch_size_schedule = None
     told.dataloader_type = "external"
     assert "which divides it itself; 40 samples" in data._training_line(division, [], told)
 
@@ -368,10 +371,15 @@ def test_who_joins_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch)
     scheduler: Any = SimpleNamespace(num_steps=48, step=lambda increment: steps.append(increment))
     monkeypatch.setattr(joining.Counters, "_batch", lambda self, arguments: 8)
     monkeypatch.setattr(joining, "_draw_anew", steps.append)
+    monkeypatch.setattr(joining, "left_out", lambda: 3)
+    counted: list[int] = []
+    monkeypatch.setattr(
+        joining, "count_by_own", lambda arguments: counted.append(arguments.consumed_train_samples)
+    )
     monkeypatch.setattr(probe, "arguments_in_force", lambda: told)
     place = joining.Counters(run, scheduler).place_here()
     assert place == {
-        "iteration": 7, "consumed_train_samples": 56, "skipped_train_samples": 0,
+        "iteration": 7, "consumed_train_samples": 56, "skipped_train_samples": 3,
         "consumed_valid_samples": 32, "scheduled": 56,
     }  # fmt: skip
     ours = SimpleNamespace(dataloader_type="single", train_iters=100)
@@ -389,7 +397,8 @@ def test_who_joins_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch)
     train, valid = SimpleNamespace(iterable=iter([])), SimpleNamespace(iterable=iter([]))
     joining.join_if_due(run, [train, None], valid)
     assert steps == [56, 7] and ours.iteration == 7 and ours.consumed_train_samples == 56
-    assert ours.num_floating_point_operations_so_far == 3.0 * 56
+    assert counted == [56]  # behind it, and not at the place in the data
+    assert ours.num_floating_point_operations_so_far == 3.0 * 53
     assert next(train.iterable) == CLUSTERS * 56 and next(valid.iterable) == 32
     assert totals[0] == {"total_steps": 100}
     with pytest.raises(probe.UnknownMegatron, match="2 data iterators of 1 loaders"):

@@ -16,8 +16,6 @@ pytestmark = needs_megatron
 
 # attribute: value; where it is set
 MODEL = {
-    "moe_router_enable_expert_bias": True,
-    "mtp_num_layers": 1,
     "hybrid_context_parallel": True,
 }
 DATA_PARALLEL = {
@@ -121,6 +119,9 @@ def try_attaching() -> dict[str, str]:
     renamed.chunks[0].module.vision = renamed.chunks[0].module.decoder
     del renamed.chunks[0].module.decoder
     messages["unknown place"] = attach(renamed.chunks, renamed.optimizer)
+    two = build_inner(Kind(), 0)
+    vars(two.chunks[0].module).update(add_encoder=True, add_decoder=True)
+    messages["two parts"] = attach(two.chunks, two.optimizer)
     layerwise = build_inner(Kind(), 0)
     averaged = {"preset": "dreamddp", "clusters": config["dsx"]["clusters"]}
     after = {"dsx": {**averaged, "schedule": {"when": "after"}}}
@@ -195,6 +196,7 @@ def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
     attaching = outcomes[0]["attaching"]
     assert "place of parameter vision.layers.0" in attaching["unknown place"]
     assert "parameters, " in attaching["not the model's"]
+    assert attaching["two parts"] == "served"  # on one stage; test_megatron_names.py on several
 
 
 def test_attaching_is_refused_in_all_clusters_alike(outcomes: Any) -> None:

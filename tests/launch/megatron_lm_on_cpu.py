@@ -27,16 +27,45 @@ def install() -> None:
     import megatron.core.datasets.utils as datasets
 
     datasets.compile_helpers = lambda: None
+    _copy_what_is_written_beside()
+    import megatron.core.models.bert.bert_layer_specs as bert
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
+    # which pretrain_bert.py imports, whatever layers it is told to build
+    bert.bert_layer_with_transformer_engine_spec = None
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None
 
 
+def _copy_what_is_written_beside() -> None:
+    """Let `--async-save` write what there was as it began: from a device it is copied before."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
+
+    kind = writing.FileSystemWriterAsync
+    prepare = kind.prepare_write_data
+
+    def prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
+        prepare(self, plan, planner)
+        self.write_buckets = [
+            (path, name, (whole, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, name, (whole, tensors) in self.write_buckets or []
+        ]
+
+    kind.prepare_write_data = prepare_write_data
+
+
+def _serve_a_writer() -> None:
+    """Give the process that writes checkpoints beside training a device to choose."""
+    cuda: Any = torch.cuda
+    cuda.device_count, cuda.set_device = lambda: 1, lambda *args: None
+
+
+if __name__ == "__mp_main__":
+    _serve_a_writer()
 if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
     install()
     from megatron_patches.__main__ import main

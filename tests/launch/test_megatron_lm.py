@@ -87,6 +87,7 @@ def pretrain(
     clusters: int = 2,
     ranks: int = 2,
     must_fail: bool = False,
+    script: str = "pretrain_gpt.py",
 ) -> list[str]:
     """Run every cluster's own launcher; return their outputs."""
     out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def pretrain(
     logs = [out / f"cluster_{m}.log" for m in range(clusters)]
     for cluster, log in enumerate(logs):
         launcher = [BIN / "torchrun", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-port", str(free_port()), DRIVER, tree / "pretrain_gpt.py"]
+        launcher += ["--master-port", str(free_port()), DRIVER, tree / script]
         own = ["--dsx-num-clusters", str(clusters), "--dsx-cluster-id", str(cluster)]
         own += ["--dsx-rendezvous", rendezvous, *DSX, *MODEL, *arguments]
         with log.open("wb") as file:
@@ -282,7 +283,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
             + ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"],
             "dsx does not serve --non-persistent-save-interval of Megatron",
         ),
-        (["--mtp-num-layers", "1"], "dsx does not serve --mtp-num-layers of Megatron"),
+        (["--skip-train"], "dsx does not serve --skip-train of Megatron"),
         (["--optimizer", "dist_muon"], "dsx does not serve --optimizer dist_muon of Megatron"),
         (
             ["--save", "{tmp}/same", "--save-interval", "4"],

@@ -40,10 +40,12 @@ def train(to: int, last: int = END) -> list[str]:
     ]
 
 
-def plain(tree: Path, log: Path, *arguments: Any, ranks: int = 1) -> str:
+def plain(
+    tree: Path, log: Path, *arguments: Any, ranks: int = 1, script: str = "pretrain_gpt.py"
+) -> str:
     """Run plain Megatron; return its output."""
     launcher = [BIN / "torchrun", "--nproc-per-node", ranks, "--master-port", free_port()]
-    command = [*launcher, DRIVER, tree / "pretrain_gpt.py", *MODEL, *arguments]
+    command = [*launcher, DRIVER, tree / script, *MODEL, *arguments]
     with log.open("wb") as file:
         status = subprocess.run(
             [str(word) for word in command],

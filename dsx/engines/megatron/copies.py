@@ -6,7 +6,8 @@ So each belongs to one rank, which broadcasts it bit for bit:
 
 - what tensor-parallel ranks hold alike (norms, biases), by the first of them, whenever its fragment
   is written: they are of one stage, which decides as one;
-- the copy of the embedding that is the head of the last stage, by the first (tied_weights.py).
+- the copy of the embedding on a later stage, by the first (tied_weights.py): the head of the last
+  one, or what predicts further tokens there.
 """
 
 from __future__ import annotations
@@ -78,19 +79,18 @@ class TensorParallelCopies:
 def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> list[TiedWeight]:
     """Return the tied embedding, where this rank holds it. Collective in the cluster.
 
-    It makes a process group for each tensor-parallel rank: the first and the last stage.
+    It makes a process group for each tensor-parallel rank: of the first stage and that of the copy.
     """
     holds = any(parameter.is_tied_copy for parameter in parameters)
     everyone = gather_objects((place, holds))
     if not any(holds for _, holds in everyone):
         return []
     found: list[TiedWeight] = []
-    last = place.pipeline[1] - 1
     for slice_number in range(place.tensor[1]):
         ranks = [
             rank
-            for rank, (other, _) in enumerate(everyone)
-            if other.tensor[0] == slice_number and other.pipeline[0] in (0, last)
+            for rank, (other, is_copy) in enumerate(everyone)
+            if other.tensor[0] == slice_number and (other.pipeline[0] == 0 or is_copy)
         ]
         groups = new_groups(ranks)
         if dist.get_rank() in ranks:

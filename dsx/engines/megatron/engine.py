@@ -11,10 +11,10 @@ the code answers:
 - a step that overflowed returns False and still counts, or the clusters' clocks drift apart.
 
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
-masters.py, names and slices in parameters.py, weights that several ranks hold
-alike in copies.py. Without the distributed optimizer data- and context-parallel ranks hold the same
-masters, expert-data-parallel ranks the same experts, and they divide the outer step among them
-(replicated.py).
+masters.py, names and slices in parameters.py, weights that several ranks hold alike in copies.py,
+what no gradient moves in router_bias.py. Without the distributed optimizer data- and
+context-parallel ranks hold the same masters, expert-data-parallel ranks the same experts, and they
+divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from dsx.engines.megatron.parameters import (
     stage_shapes,
 )
 from dsx.engines.megatron.refusals import captured_by
+from dsx.engines.megatron.router_bias import RouterBiases, places_of_biases
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaSets
 from dsx.engines.tied_weights import TiedWeights
@@ -73,7 +74,7 @@ class MegatronAdapter(MultiRankAdapter):
         self._backwards = backwards  # micro-batches, where Megatron's calculator has no number
         self._chunks = chunks
         self._optimizer = optimizer
-        self.places = locate(optimizer)
+        self.places = [*locate(optimizer), *places_of_biases(chunks)]
         self.coordinates = Coordinates.read()
         self.stage = Stage(*self.coordinates.pipeline)
         self.ranks = ClusterCollectives(_stage_group(self.coordinates))
@@ -84,7 +85,9 @@ class MegatronAdapter(MultiRankAdapter):
         self.note_taker = NoteTaker(chunks, parameters, vocab_size)
         shapes = stage_shapes(parameters, self.coordinates)
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
-        self._hold_members(self.assignment, {p.name: p.tensor for p in parameters})
+        moved = {id(one) for place in self._biases() for one in place.parameters()}
+        by_gradient = {p.name: p.tensor for p in parameters if id(p.tensor) not in moved}
+        self._hold_members(self.assignment, by_gradient)
         self.is_sharded = any(place.is_sharded for place in self.places)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
         masters = self._take_pieces(parameters, shapes)
@@ -106,20 +109,27 @@ class MegatronAdapter(MultiRankAdapter):
         tied = {p.name for p in parameters if p.is_tied_copy}
         alike = {p.name for p in parameters if p.is_alike()} if place.tensor[0] else set[str]()
         own = {n: piece for n, piece in located.items() if n not in tied | alike}
+        biases = {names[id(one)] for bias in self._biases() for one in bias.parameters()}
+        whole = set(own) & biases if self.is_sharded else set(own)
         self._replica_shards = None
-        if not self.is_sharded:
+        if biases or not self.is_sharded:
             experts = {p.name for p in parameters if p.is_expert}
             sets = [
-                {n: own[n] for n in own if (n in experts) == is_set} for is_set in (False, True)
+                {n: own[n] for n in own if n in whole and (n in experts) == is_set}
+                for is_set in (False, True)
             ]
             self._replica_shards = ReplicaSets(self.assignment, sets, _groups_alike(), device)
-            own = self._replica_shards.pieces
+            parts = self._replica_shards.pieces
+            own = {n: piece for n, piece in own.items() if n not in whole} | parts
         self._copies = TensorParallelCopies(parameters, self.assignment, located, place, device)
         self._tied_weights = TiedWeights(find_tied_weights(parameters, place), device)
         self._tied_weights.locate(
             self.assignment, {**{n: located[n] for n in tied & set(located)}, **own}
         )
         return Masters(shapes, self.assignment, own, self.stage.index)
+
+    def _biases(self) -> list[RouterBiases]:
+        return [place for place in self.places if isinstance(place, RouterBiases)]
 
     def sync_model_weights(self) -> None:
         """Copy all masters to the weights of every rank; collective in the cluster."""

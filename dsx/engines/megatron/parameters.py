@@ -1,7 +1,8 @@
 """What a Megatron rank trains, by names that say the same on every rank of every cluster.
 
 Layers have their global number (`layer.layer_number - 1`), whichever stage and virtual chunk they
-are in, and are in that order, after the embedding and before the final norm and the head. A slice
+are in, and are in that order, after the embedding and before the final norm and the head; where a
+model has an encoder and a decoder, the encoder's come first, and both are on one stage. A slice
 of a tensor-parallel weight is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; a
 parameter that tensor-parallel ranks hold alike has its plain name, and belongs to the first one.
 
@@ -24,11 +25,14 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.masters import dtype_name
+from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^((?:encoder|decoder|mtp)\.layers\.)(\d+)\.")
 _EXPERTS = ".experts."  # and not shared_experts, which are dense
-_FIRST, _LAST = 0, 1 << 30
+_AT_FIRST = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
+_AT_LAST = ("output_layer.", "lm_head.", "pooler.", "binary_head.")
+_FIRST, _BEHIND_ENCODER, _BEHIND_DECODER, _LAST = 0, 1 << 20, 1 << 29, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,15 @@ def name_parameters(
     found: list[tuple[int, Parameter]] = []
     for chunk in chunks:
         module = unwrapped(chunk)
+        _require_one_stage_of_two_parts(module, place)
         numbers = _layer_numbers(module)
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
-        for local_name, tensor in module.named_parameters():
+        predicts_more = _predicts_more_tokens(module, is_tied, place)
+        is_copied = is_tied or predicts_more
+        for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
             if id(tensor) in held:
                 order, plain = _in_model(local_name, numbers, module)
-                is_copy = plain == HEAD and is_tied
+                is_copy = plain == (EMBEDDING if predicts_more else HEAD) and is_copied
                 found.append((order, _parameter(tensor, plain, is_copy, place)))
     if len(found) != len(held):
         raise ValueError(
@@ -185,7 +192,7 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def _layer_numbers(module: Any) -> Mapping[str, int]:
-    """Return the global number of each layer, from 0, by its number in the chunk."""
+    """Return the global number of each layer, from 0, by its path in the chunk."""
     numbers: dict[str, int] = {}
     for path, layer in module.named_modules():
         match = _LAYER.match(f"{path}.")
@@ -195,7 +202,7 @@ def _layer_numbers(module: Any) -> Mapping[str, int]:
                     f"{path} of {type(module).__name__} has no layer_number, by which dsx knows "
                     "a layer's place in the model"
                 )
-            numbers[match.group(1)] = int(layer.layer_number) - 1
+            numbers[match.group(0)] = int(layer.layer_number) - 1
     return numbers
 
 
@@ -203,13 +210,44 @@ def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, 
     """Return a parameter's place in the model, and its name there."""
     match = _LAYER.match(name)
     if match:
-        number = numbers[match.group(1)]
-        return number + 1, f"decoder.layers.{number}.{name[match.end() :]}"
-    if name.startswith("embedding."):
+        layers, number = match.group(1), numbers[match.group(0)]
+        behind = {"encoder": 0, "decoder": _BEHIND_ENCODER, "mtp": _BEHIND_DECODER}
+        return behind[layers.split(".")[0]] + 1 + number, f"{layers}{number}.{name[match.end() :]}"
+    if name.startswith(_AT_FIRST):
         return _FIRST, name
-    if name == HEAD or name.startswith(("output_layer.", "decoder.final")):
+    if name.startswith(("encoder.final", "decoder.final")):
+        return _BEHIND_ENCODER if name.startswith("encoder") else _BEHIND_DECODER, name
+    if name.startswith(_AT_LAST):
         return _LAST, name
     raise ValueError(
         f"dsx does not know the place of parameter {name} of {type(module).__name__} in a "
-        "pipeline: it serves models of embedding, decoder.layers, final norm and output_layer"
+        "pipeline: it serves models of embedding, encoder.layers and decoder.layers with their "
+        "final norms, and what stands behind them: mtp.layers, output_layer, lm_head, pooler and "
+        "binary_head"
     )
+
+
+def _predicts_more_tokens(module: Any, is_tied: bool, place: Coordinates) -> bool:
+    """Whether a chunk behind the first stage embeds tokens once more (multi-token prediction).
+
+    ValueError where its head is tied, too: then it holds two weights, of which it uses one.
+    """
+    is_first = place.pipeline[0] == 0
+    if is_first or not getattr(module, "mtp_process", False):
+        return False
+    if is_tied:
+        raise ValueError(
+            f"dsx does not serve mtp_num_layers over {place.pipeline[1]} pipeline stages with a "
+            "tied head; use --untie-embeddings-and-output-weights, or one stage"
+        )
+    return True
+
+
+def _require_one_stage_of_two_parts(module: Any, place: Coordinates) -> None:
+    """Raise ValueError for an encoder and a decoder over stages: each begins with an embedding."""
+    parts = ("add_encoder", "add_decoder")
+    if place.pipeline[1] > 1 and all(hasattr(module, part) for part in parts):
+        raise ValueError(
+            f"dsx does not serve {type(module).__name__} over {place.pipeline[1]} pipeline stages: "
+            "encoder and decoder hold copies of one embedding; use pipeline_model_parallel_size=1"
+        )

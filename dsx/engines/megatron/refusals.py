@@ -10,11 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 _FSDP = "use the distributed optimizer"
-_EXPERT_BIAS = (
-    "each cluster moves the router's bias by its own tokens, and nothing averages it; use "
-    "moe_router_load_balancing_type aux_loss without it"
-)
-_ONE_SIZE = "samples are counted per cluster with one batch size; use --global-batch-size"
 _BUFFER = "leave it out"
 LAYER_WISE = (
     "its masters are parted among ranks by layer; use optimizer 'muon' without "
@@ -40,8 +35,6 @@ ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
-    "moe_router_enable_expert_bias": _EXPERT_BIAS,
-    "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
 EXPERT_TENSOR = "another size needs --expert-model-parallel-size above 1"
@@ -51,8 +44,6 @@ OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
     "use_torch_fsdp2": _FSDP,
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
-    "rampup_batch_size": _ONE_SIZE,
-    "step_batch_size_schedule": _ONE_SIZE,
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }
 

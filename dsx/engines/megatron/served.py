@@ -27,11 +27,16 @@ SERVED = {
     "num_experts": "one after another on a rank; grouped GEMM, which needs a GPU, was not run",
     "expert_model_parallel_size": "each expert by the ranks that hold it",
     "expert_tensor_parallel_size": f"as for dense layers; {EXPERT_TENSOR}",
+    "moe_router_enable_expert_bias": "the bias takes part in outer steps as a vector of its layer",
+    "mtp_num_layers": "over several stages with untied heads; the embedding's copy follows it",
     "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
     "bf16": "",
     "fp16": "a step that overflows counts",
+    "async_save": "the outer state is whole before Megatron begins to write its part",
+    "rampup_batch_size": "by what each cluster has read itself, at one step in all",
+    "step_batch_size_schedule": "as --rampup-batch-size, which it follows in later releases",
 }
 
 

@@ -1,0 +1,63 @@
+"""Megatron's other models, tiny: BERT, T5, and a GPT that predicts one token more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OTHER = ("bert", "t5", "mtp")
+MORE_TOKENS = {"mtp_num_layers": 1}  # of the TransformerConfig
+
+
+def build_other(kind: Any, config: Any, vp_stage: int | None, **common: Any) -> Any:
+    """Return the chunk of a model of another family; `common` are what all models take."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.models.T5 import T5Model, t5_spec
+
+    common["share_embeddings_and_output_weights"] = kind.is_tied
+    if kind.family == "bert":
+        return BertModel(config, 2, bert_layer_local_spec, vp_stage=vp_stage, **common)
+    if kind.family == "t5":
+        encoder = copy.deepcopy(config)
+        specs = (
+            t5_spec.get_t5_encoder_with_local_block_spec(encoder.num_layers),
+            t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
+        )
+        return T5Model(config, encoder, *specs, **common)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    more = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage)
+    common["position_embedding_type"] = "rope"
+    return GPTModel(config, layer, mtp_block_spec=more, vp_stage=vp_stage, **common)
+
+
+def outcome(model: Any, windows: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor, Any]]] | None:
+    """Return what a BERT or T5 makes of windows of tokens, and its loss; None of another."""
+    from dsx.engines.megatron.parameters import unwrapped
+
+    kind = type(unwrapped(model)).__name__
+    tokens, labels = windows[:, :-1], windows[:, 1:]
+    if kind == "BertModel":
+        types = (torch.arange(tokens.shape[1]) >= 4).long().expand_as(tokens)
+        made = model(tokens, torch.ones_like(tokens), tokentype_ids=types, lm_labels=labels)
+        first = windows[:, 0] % 2
+        return made, lambda output: _told(
+            output[0].float().mean() + F.cross_entropy(output[1].view(-1, 2).float(), first)
+        )
+    if kind == "T5Model":
+        hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        seen = torch.zeros_like(hidden)[None, None].expand(len(tokens), -1, -1, -1)
+        masks = (seen, hidden[None, None].expand_as(seen), seen)
+        made = model(tokens, tokens, *masks, lm_labels=labels)
+        return made, lambda output: _told(output.float().mean())
+    return None
+
+
+def _told(loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return loss, {"loss": loss.detach().clone()}
