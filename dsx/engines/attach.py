@@ -95,15 +95,17 @@ def initialize(
     A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
     its own. `training_data` that all clusters share is cut to this cluster's part, so that they
     never train on the same samples, and its position travels with the checkpoints; a dataloader of
-    your own is yours to split (`dsx.data.ClusterShard`). Arguments that shape the distributed world
+    your own is yours to split (`dsx.data.ClusterShard`). `mpu` is sequence parallelism's, made
+    after `init_distributed`. Arguments that shape the distributed world
     are refused: that world is the cluster's, made by dsx.
     """
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
-    from dsx.engines.deepspeed.features import refuse_sharded_pipeline
+    from dsx.engines.deepspeed.features import refuse_mpu, refuse_sharded_pipeline
     from dsx.training.positions import DATA_POSITION
 
-    _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
+    _refuse_world_arguments(distributed_port, dist_init_required, mesh_param)
+    refuse_mpu(mpu, training_data is not None)
     config = config if config is not None else config_params
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
@@ -122,6 +124,7 @@ def initialize(
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
+        mpu=mpu,
         collate_fn=collate_fn,
         config=str(config) if isinstance(config, Path) else config,
     )
@@ -301,6 +304,7 @@ def _attach_deepspeed(
         raise ValueError("this engine has a dsx handle already: attach it once")
     adapter = DeepSpeedAdapter(engine, *_of_adapter(settings))
     facts = {
+        **adapter.layout.facts(),
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
         "facts": dict(told),
@@ -333,11 +337,10 @@ def _torch_adapter(
 
 
 def _refuse_world_arguments(
-    distributed_port: int | None, mpu: Any, dist_init_required: bool | None, mesh_param: Any
+    distributed_port: int | None, dist_init_required: bool | None, mesh_param: Any
 ) -> None:
     given = {
         "distributed_port": distributed_port,
-        "mpu": mpu,
         "dist_init_required": dist_init_required,
         "mesh_param": mesh_param,
     }

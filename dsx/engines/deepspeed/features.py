@@ -8,6 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+BY_MPU = (
+    "DeepSpeed reduces gradients over the mesh's data-parallel ranks alone, so that weights of "
+    "sequence-parallel ranks come apart; use mpu=deepspeed.runtime.sequence_parallel."
+    "parallel_state_sp after its initialize_sequence_parallel"
+)
+
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise ValueError, naming the setting, what is served, and what to do."""
@@ -22,16 +28,38 @@ def refuse_unsupported(engine: Any) -> None:
 
 def _refused_parallelism(engine: Any) -> dict[str, str]:
     served = "inside a cluster it serves data parallelism with ZeRO stages 0 to 3, and pipelines"
+    leave = f"{served}; leave it out"
     tensor, sequence = engine.autotp_size(), engine.sequence_parallel_size
     is_pipeline = bool(engine.pipeline_parallelism)
     sliced = engine.grid.model_parallel_size if is_pipeline else engine.mp_world_size
+    ranks = dist.get_world_size(engine.seq_data_parallel_group)
+    has_experts = bool(engine.has_moe_layers)
+    others = [n for n, size in (("AutoTP", tensor), ("sequence parallelism", sequence)) if size > 1]
+    others += ["a pipeline"] if is_pipeline else []
     features = {
-        f"a topology with {sliced} slices of each layer": is_pipeline and sliced > 1,
-        f"tensor_parallel.autotp_size={tensor}": tensor > 1 or (sliced > 1 and not is_pipeline),
-        f"sequence_parallel_size={sequence}": sequence > 1,
-        "mixture of experts": bool(engine.has_moe_layers),
+        f"a topology with {sliced} slices of each layer": (is_pipeline and sliced > 1, leave),
+        f"an mpu with {sliced} slices of each layer": (
+            sliced > 1 and not is_pipeline and tensor <= 1,
+            f"{served}; use tensor_parallel.autotp_size, or Megatron",
+        ),
+        f"sequence_parallel_size={sequence} by a mesh": (
+            sequence > 1 and not is_pipeline and ranks < dist.get_world_size(),
+            BY_MPU,
+        ),
+        "AutoEP (expert_parallel)": (
+            bool(getattr(engine, "autoep_size", lambda: 0)() or 0),
+            "use deepspeed.moe.layer.MoE",
+        ),
+        f"mixture of experts with {' and '.join(others)}": (
+            has_experts and bool(others),
+            "experts are served with data parallelism; use that alone",
+        ),
+        f"tensor_parallel.autotp_size={tensor} with sequence parallelism": (
+            tensor > 1 and sequence > 1,
+            "use one of them",
+        ),
     }
-    return {name: f"{served}; leave it out" for name, used in features.items() if used}
+    return {name: advice for name, (is_used, advice) in features.items() if is_used}
 
 
 def _refused_zero(engine: Any) -> dict[str, str]:
@@ -55,9 +83,6 @@ def _refused_zero(engine: Any) -> dict[str, str]:
         found["zero_optimization.offload_optimizer.super_offload=true"] = plain
     if zero.zenflow is not None:
         found["zero_optimization.zenflow"] = plain
-    if zero.zero_hpz_partition_size > 1:
-        size = zero.zero_hpz_partition_size
-        found[f"zero_optimization.zero_hpz_partition_size={size}"] = stage_3
     for key in ("weights", "nontrainable_weights", "gradients"):
         if getattr(zero, f"zero_quantized_{key}"):
             found[f"zero_optimization.zero_quantized_{key}=true"] = stage_3
@@ -101,3 +126,27 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
             "stage 0 or 1"
         )
+
+
+def refuse_mpu(mpu: Any, has_training_data: bool) -> None:
+    """Raise ValueError for an mpu that is not one of sequence parallelism, or reads no data."""
+    if mpu is None:
+        return
+    if not hasattr(mpu, "get_sequence_data_parallel_group"):
+        raise ValueError(
+            f"dsx.initialize(mpu={_name(mpu)}) is not served: of an mpu dsx serves sequence "
+            "parallelism (it has get_sequence_data_parallel_group, as deepspeed.runtime."
+            "sequence_parallel.parallel_state_sp); leave it out, or use tensor_parallel.autotp_size"
+        )
+    if has_training_data and not hasattr(mpu, "get_data_parallel_world_size"):
+        raise ValueError(
+            f"training_data with mpu={_name(mpu)}: DeepSpeed asks an mpu for "
+            "get_data_parallel_world_size and get_data_parallel_rank, by which it deals samples, "
+            "and this one has none; give it both, or leave training_data out and read with a "
+            "loader of your own: a DistributedSampler over data-parallel ranks, of "
+            "dsx.data.ClusterShard"
+        )
+
+
+def _name(mpu: Any) -> str:
+    return str(getattr(mpu, "__name__", type(mpu).__name__))
