@@ -17,12 +17,7 @@ import torch
 
 from dsx.comm.world import World, current_world, join
 from dsx.config.flags import add_launch_arguments
-from dsx.config.schema import (
-    ConfigError,
-    DsxConfig,
-    load_config,
-    read_json,
-)
+from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
 from dsx.engines.joined import expect_joined, heal_before_forward
@@ -96,12 +91,12 @@ def initialize(
     its own. `training_data` that all clusters share is cut to this cluster's part, so that they
     never train on the same samples, and its position travels with the checkpoints; a dataloader of
     your own is yours to split (`dsx.data.ClusterShard`). `mpu` is sequence parallelism's, made
-    after `init_distributed`. Arguments that shape the distributed world
-    are refused: that world is the cluster's, made by dsx.
+    after `init_distributed`. Other arguments that shape the world, the cluster's, are refused.
     """
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
     from dsx.engines.deepspeed.features import refuse_mpu, refuse_sharded_pipeline
+    from dsx.engines.deepspeed.refusals import refuse_document
     from dsx.training.positions import DATA_POSITION
 
     _refuse_world_arguments(distributed_port, dist_init_required, mesh_param)
@@ -112,6 +107,7 @@ def initialize(
         raise ValueError(
             "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
         )
+    refuse_document(read_json(source), mpu is not None)
     world = current_world() or init_distributed(source, args)
     refuse_sharded_pipeline(model, read_json(source))
     settings = load_config(source)

@@ -277,17 +277,20 @@ def readers(kind: Kind) -> tuple[int, int]:
     return (rank, count) if is_alone else (rank // kind.size, count // kind.size)
 
 
+def own_part(kind: Kind, x: Tensor) -> Tensor:
+    """Return what of [batch, sequence, width] this rank computes."""
+    if kind.divides != "sequence":
+        return x
+    return x.split(LENGTH // kind.size, 1)[dist.get_rank() % kind.size]
+
+
 def take_step(engine: Any, kind: Kind, step: int, cluster: int) -> list[float]:
     """Take one step; return the losses of its micro-batches on this rank."""
     losses = []
     reader, _ = readers(kind)
     for micro in range(ACCUMULATION):
         x, y = sample(cluster, step, reader * ACCUMULATION + micro)
-        if kind.divides == "sequence":
-            own = slice(*(dist.get_rank() % kind.size + i for i in (0, 1)))
-            part = LENGTH // kind.size
-            own = slice(own.start * part, own.stop * part)
-            x, y = x[:, own], y[:, own]
+        x, y = own_part(kind, x), own_part(kind, y)
         dtype = next(engine.module.parameters()).dtype
         loss = engine(x.to(dtype), y)
         engine.backward(loss)

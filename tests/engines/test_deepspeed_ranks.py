@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from dsx.engines.export import ExportOptions, export_checkpoint
 from tests.distributed import run_distributed
 from tests.engines.deepspeed_ranks import (
     ALONE,
@@ -66,12 +69,16 @@ def train_and_resume(kind: Kind, base: str, **block: Any) -> dict[str, Any]:
     """Train past a save, and from it in a new engine; return what differs, and what is held."""
     engine = initialize(kind, **block)
     cluster = engine.dsx.cluster_id
+    found: dict[str, Any] = {"cluster": cluster}
     for step in range(1, NUM_STEPS + 1):
         take_step(engine, kind, step, cluster)
         if step == STOP:
             engine.save_checkpoint(base, tag="at")
             saved = snapshot(engine)
-    found: dict[str, Any] = {"cluster": cluster, "syncs": engine.dsx.totals.syncs}
+            with engine.dsx.averaged():
+                found["at save"] = whole_weights(engine, kind)
+            assert differences(snapshot(engine), saved) == []
+    found["syncs"] = engine.dsx.totals.syncs
     found["weights"] = whole_weights(engine, kind)
     found["bit16"] = max_bit16_difference(engine)
     ended = snapshot(engine)
@@ -80,17 +87,33 @@ def train_and_resume(kind: Kind, base: str, **block: Any) -> dict[str, Any]:
     found["anchors"] = [anchor.clone() for anchor in engine.dsx.loop.state.anchor]
     engine.dsx.finish()
     found["bit16"] = max(found["bit16"], max_bit16_difference(engine))
+    if kind.divides == "tensor":  # the last thing: DeepSpeed takes the weights out of its buffers
+        found["finished"] = whole_weights(engine, kind)
+        found["joined"] = engine._consolidated_16bit_state_dict()
     layout = engine.dsx.loop.adapter.fragments
     found["layout"] = [(s.name, s.start, s.numel) for f in layout for s in f.layout]
     end(engine)
     engine = initialize(kind, **block)
     engine.load_checkpoint(base, tag="at")
     found["loaded"] = differences(snapshot(engine), saved)
+    found["exported"] = exported(base, cluster)
     for step in range(STOP + 1, NUM_STEPS + 1):
         take_step(engine, kind, step, cluster)
     found["resumed"] = differences(snapshot(engine), ended)
     end(engine)
     return found
+
+
+def exported(base: str, cluster: int) -> Any:
+    """Return what `dsx export` makes of the checkpoint, or why it does not; on one rank."""
+    if cluster or torch.distributed.get_rank():
+        return None
+    folder = Path(base) / "exported"
+    try:
+        export_checkpoint(ExportOptions(Path(base), folder, "safetensors", None, "fp32", 1.0), str)
+    except ValueError as error:
+        return str(error)
+    return load_file(folder / "model.safetensors")
 
 
 def train_all(kinds: list[Kind], base: str) -> list[dict[str, Any]]:
@@ -116,12 +139,27 @@ def assert_trained(kind: Kind, ranks: list[dict[str, Any]]) -> None:
     print(f"{name_of(kind)}: {worst:.1e}")
     assert worst <= most
     assert_clusters_agree(ranks)
+    assert_exported(kind, ranks[0])
+    if kind.divides == "tensor":  # as the message of `dsx export` says
+        for name, value in ranks[0]["finished"].items():
+            assert torch.equal(ranks[0]["joined"][name].float(), value), name
     held: dict[str, int] = {}
     for rank in ranks[: len(ranks) // 2]:
         for name, _, numel in rank["layout"]:
             held[name] = held.get(name, 0) + numel
     whole = sum(value.numel() for value in ranks[0]["expected"].values())
     assert sum(held.values()) == whole, "an element is sent twice, or not at all"
+
+
+def assert_exported(kind: Kind, rank: dict[str, Any]) -> None:
+    """The export is what `averaged()` held, under the whole model's names."""
+    if kind.divides == "tensor":
+        assert "more slices that AutoTP has cut, and nothing says how" in rank["exported"]
+        return
+    assert rank["exported"].keys() == rank["at save"].keys()
+    for name, value in rank["at save"].items():
+        dtype = torch.float32 if kind.precision == "fp32" else torch.bfloat16
+        assert torch.equal(rank["exported"][name].to(dtype).float(), value), name
 
 
 def assert_clusters_agree(ranks: list[dict[str, Any]]) -> None:

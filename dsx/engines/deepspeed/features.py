@@ -1,4 +1,7 @@
-"""What of DeepSpeed's configuration the adapter does not serve, refused by name before training."""
+"""What the adapter does not serve of what DeepSpeed has built; refused by name before training.
+
+The second line: what a JSON tells is refused before anything is built (refusals.py).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-BY_MPU = (
-    "DeepSpeed reduces gradients over the mesh's data-parallel ranks alone, so that weights of "
-    "sequence-parallel ranks come apart; use mpu=deepspeed.runtime.sequence_parallel."
-    "parallel_state_sp after its initialize_sequence_parallel"
-)
+from dsx.engines.deepspeed.refusals import BY_MPU, refuse, refused_sequence, refused_settings
 
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise ValueError, naming the setting, what is served, and what to do."""
-    for setting, advice in {**_refused_parallelism(engine), **_refused_zero(engine)}.items():
-        raise ValueError(f"dsx does not serve {setting} of DeepSpeed: {advice}")
+    document = engine._config._param_dict
+    refuse({**_refused_parallelism(engine), **refused_settings(document), **_refused(engine)})
     if not hasattr(engine, "_take_model_step"):
         raise RuntimeError(
             f"this DeepSpeed has no {type(engine).__name__}._take_model_step, the step boundary "
@@ -46,10 +45,6 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
             sequence > 1 and not is_pipeline and ranks < dist.get_world_size(),
             BY_MPU,
         ),
-        "AutoEP (expert_parallel)": (
-            bool(getattr(engine, "autoep_size", lambda: 0)() or 0),
-            "use deepspeed.moe.layer.MoE",
-        ),
         f"mixture of experts with {' and '.join(others)}": (
             has_experts and bool(others),
             "experts are served with data parallelism; use that alone",
@@ -59,41 +54,18 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
             "use one of them",
         ),
     }
-    return {name: advice for name, (is_used, advice) in features.items() if is_used}
+    found = {name: advice for name, (is_used, advice) in features.items() if is_used}
+    return found | refused_sequence(engine._config._param_dict, sequence > 1)
 
 
-def _refused_zero(engine: Any) -> dict[str, str]:
+def _refused(engine: Any) -> dict[str, str]:
     import deepspeed
 
-    zero = engine._config.zero_config
-    on_host = "optimizer states may stay on the device or go to the host; use device 'cpu'"
-    native = "use the data type sections 'bf16' or 'fp16', whose masters are fp32"
-    stage_3 = "use stage 3 without it"
-    whole = "the whole optimizer goes to the host, or none of it; use ratio 1.0"
-    plain = "use offload_optimizer with device 'cpu' alone"
     found: dict[str, str] = {}
-    for part in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, part)
-        if offload is not None and offload.device == "nvme":
-            found[f"zero_optimization.{part}.device='nvme'"] = on_host
-    optimizer = zero.offload_optimizer
-    if optimizer is not None and optimizer.ratio != 1.0:
-        found[f"zero_optimization.offload_optimizer.ratio={optimizer.ratio}"] = whole
-    if optimizer is not None and getattr(optimizer, "super_offload", False):
-        found["zero_optimization.offload_optimizer.super_offload=true"] = plain
-    if zero.zenflow is not None:
-        found["zero_optimization.zenflow"] = plain
-    for key in ("weights", "nontrainable_weights", "gradients"):
-        if getattr(zero, f"zero_quantized_{key}"):
-            found[f"zero_optimization.zero_quantized_{key}=true"] = stage_3
     if engine.checkpoint_engine.is_decoupled():
         found["checkpoint.writer with decoupled=true"] = (
             "use a writer that is done when save_checkpoint returns"
         )
-    if engine.use_node_local_storage():
-        found["checkpoint.use_node_local_storage=true"] = "ranks share a directory; leave it out"
-    if engine.torch_autocast_enabled():
-        found["torch_autocast"] = native
     if engine.zero_optimization_stage() == 3 and reads_before_it_has_come(
         deepspeed.__version__, dist.get_backend(), dist.get_world_size()
     ):
@@ -101,8 +73,6 @@ def _refused_zero(engine: Any) -> dict[str, str]:
             "before 0.19.8 it waits for the last of several gathers only, and trains with weights "
             "that have not come yet; install deepspeed>=0.19.8, or use stage 2"
         )
-    if engine.is_deepcompile_enabled():
-        found["compile.deepcompile=true"] = "use torch.compile on the model instead"
     return found
 
 
