@@ -95,21 +95,20 @@ def initialize(
     """
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
-    from dsx.engines.deepspeed.features import refuse_mpu, refuse_sharded_pipeline
-    from dsx.engines.deepspeed.refusals import refuse_document
+    from dsx.engines.deepspeed.features import refuse_arguments, refuse_sharded_pipeline
     from dsx.training.positions import DATA_POSITION
 
     _refuse_world_arguments(distributed_port, dist_init_required, mesh_param)
-    refuse_mpu(mpu, training_data is not None)
     config = config if config is not None else config_params
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ValueError(
             "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
         )
-    refuse_document(read_json(source), mpu is not None)
+    document = read_json(source)
+    refuse_arguments(document, mpu, training_data is not None)
     world = current_world() or init_distributed(source, args)
-    refuse_sharded_pipeline(model, read_json(source))
+    refuse_sharded_pipeline(model, document)
     settings = load_config(source)
     if training_data is not None:
         training_data = share_training_data(training_data, world, settings.clusters.data)

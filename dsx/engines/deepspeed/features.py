@@ -11,7 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.engines.deepspeed.refusals import BY_MPU, refuse, refused_sequence, refused_settings
+from dsx.engines.deepspeed.refusals import (
+    BY_MPU,
+    refuse,
+    refuse_document,
+    refused_sequence,
+    refused_settings,
+)
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -96,6 +102,12 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
             "stage 0 or 1"
         )
+
+
+def refuse_arguments(document: Mapping[str, Any], mpu: Any, has_training_data: bool) -> None:
+    """Raise ValueError for a JSON, or an mpu, that is not served, before anything is built."""
+    refuse_document(document, mpu is not None)
+    refuse_mpu(mpu, has_training_data)
 
 
 def refuse_mpu(mpu: Any, has_training_data: bool) -> None:
