@@ -47,25 +47,21 @@ class Layout:
 
     def sets_alike(self, names: Sequence[str], dense_group: Any) -> list[tuple[list[str], Any]]:
         """Return `names` in sets, each with the group of the ranks that hold it alike."""
-        from deepspeed.utils import groups
-
         of_experts = {name for held in self.experts.values() for name in held}
         sets = [([name for name in names if name not in of_experts], dense_group)]
         for of_group, held in sorted(self.experts.items()):
             own = [name for name in names if name in set(held)]
-            sets.append((own, groups._get_expert_data_parallel_group(of_group)))
+            sets.append((own, _groups()._get_expert_data_parallel_group(of_group)))
         return sets
 
     def facts(self) -> dict[str, Any]:
         """Return the place of this rank among slices and experts: the same in all clusters."""
-        from deepspeed.utils import groups
-
         facts: dict[str, Any] = {}
         if self.tensor_group is not None:
             group = self.tensor_group
             facts["tensor_parallel"] = [dist.get_rank(group), dist.get_world_size(group)]
         for name in sorted(self.experts):
-            group = groups._get_expert_parallel_group(name)
+            group = _groups()._get_expert_parallel_group(name)
             facts[name] = [dist.get_rank(group), dist.get_world_size(group)]
         return facts
 
@@ -87,8 +83,6 @@ def read_layout(engine: Any, parameters: Mapping[str, Any]) -> Layout:
 
 def _with_experts(plain: Layout) -> Layout:
     """Return the layout with experts by their number in the layer, in that order."""
-    from deepspeed.utils import groups
-
     named: dict[str, Any] = {}
     experts: dict[str, list[str]] = {}
     shapes: list[ParameterShape] = []
@@ -101,7 +95,7 @@ def _with_experts(plain: Layout) -> Layout:
             continue
         prefix, number, rest = _numbered(name)
         held = _num_local(plain.parameters, prefix)
-        group = groups._get_expert_parallel_group(parameter.group_name)
+        group = _groups()._get_expert_parallel_group(parameter.group_name)
         rank, count = dist.get_rank(group), dist.get_world_size(group)
         own = f"{prefix}{rank * held + number}{rest}"
         named[own] = parameter
@@ -139,9 +133,7 @@ def _num_local(parameters: Mapping[str, Any], prefix: str) -> int:
 
 def _with_slices(plain: Layout) -> Layout:
     """Return the layout with a name for each tensor-parallel rank's slice."""
-    from deepspeed.utils import groups
-
-    group: Any = groups.get_tensor_model_parallel_group()
+    group: Any = _groups().get_tensor_model_parallel_group()
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     named: dict[str, Any] = {}
     shapes: list[ParameterShape] = []
@@ -166,6 +158,13 @@ def _with_slices(plain: Layout) -> Layout:
     return replace(
         plain, group=everything, parameters=named, shapes=shapes, alike=alike, tensor_group=group
     )
+
+
+def _groups() -> Any:
+    """Return DeepSpeed's module of process groups, which are in no engine."""
+    from deepspeed.utils import groups
+
+    return groups
 
 
 def _require_same_shapes(shapes: Sequence[ParameterShape], group: Any) -> None:

@@ -32,7 +32,7 @@ from dsx.training.handle import Handle
 
 UNIVERSAL = "_universal"
 MODEL_FILES = "*_model_states.pt"
-OPTIMIZER_FILES = "*_optim_states.pt"
+OPTIMIZER_FILES = "*zero_pp_rank_*_optim_states.pt"  # ZeRO's; experts have others without it
 logger = logging.getLogger(__name__)
 
 
