@@ -18,12 +18,7 @@ import torch
 from dsx.comm.world import World, current_world, join
 from dsx.config.checkpoints import refuse_of_script, refuse_remote
 from dsx.config.flags import add_launch_arguments
-from dsx.config.schema import (
-    ConfigError,
-    DsxConfig,
-    load_config,
-    read_json,
-)
+from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
 from dsx.engines.joined import expect_joined, heal_before_forward
@@ -96,23 +91,25 @@ def initialize(
     A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
     its own. `training_data` that all clusters share is cut to this cluster's part, so that they
     never train on the same samples, and its position travels with the checkpoints; a dataloader of
-    your own is yours to split (`dsx.data.ClusterShard`). Arguments that shape the distributed world
-    are refused: that world is the cluster's, made by dsx.
+    your own is yours to split (`dsx.data.ClusterShard`). `mpu` is sequence parallelism's, made
+    after `init_distributed`. Other arguments that shape the world, the cluster's, are refused.
     """
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
-    from dsx.engines.deepspeed.features import refuse_sharded_pipeline
+    from dsx.engines.deepspeed.features import refuse_arguments, refuse_sharded_pipeline
     from dsx.training.positions import DATA_POSITION
 
-    _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
+    _refuse_world_arguments(distributed_port, dist_init_required, mesh_param)
     config = config if config is not None else config_params
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ValueError(
             "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
         )
+    document = read_json(source)
+    refuse_arguments(document, mpu, training_data is not None)
     world = current_world() or init_distributed(source, args)
-    refuse_sharded_pipeline(model, read_json(source))
+    refuse_sharded_pipeline(model, document)
     settings = load_config(source)
     if training_data is not None:
         training_data = share_training_data(training_data, world, settings.clusters.data)
@@ -123,6 +120,7 @@ def initialize(
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
+        mpu=mpu,
         collate_fn=collate_fn,
         config=str(config) if isinstance(config, Path) else config,
     )
@@ -295,6 +293,7 @@ def _attach_deepspeed(
         raise ValueError("this engine has a dsx handle already: attach it once")
     adapter = DeepSpeedAdapter(engine, *_of_adapter(settings))
     facts = {
+        **adapter.layout.facts(),
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
         "facts": dict(told),
@@ -327,11 +326,10 @@ def _torch_adapter(
 
 
 def _refuse_world_arguments(
-    distributed_port: int | None, mpu: Any, dist_init_required: bool | None, mesh_param: Any
+    distributed_port: int | None, dist_init_required: bool | None, mesh_param: Any
 ) -> None:
     given = {
         "distributed_port": distributed_port,
-        "mpu": mpu,
         "dist_init_required": dist_init_required,
         "mesh_param": mesh_param,
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsx.checkpoint.averaged_model import SavedModel, bare_model, find_model
+from dsx.checkpoint.averaged_model import MODULE_FACTS, SavedModel, bare_model, find_model
 from dsx.checkpoint.of_run import find_saved
 from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
@@ -99,6 +99,12 @@ def _write(
             f"--format universal is DeepSpeed's, and {model.directory} is of a Megatron run: leave "
             "it out for the weights under Megatron's names, or give --hf DIR in the place of --out"
         )
+    experts = [name for name in model.parameters if ".deepspeed_experts." in name]
+    if options.format == "universal" and experts:
+        raise ValueError(
+            f"--format universal: DeepSpeed's converter does not know {experts[0]} and other "
+            "experts of its MoE layers; leave it out for the weights under their names"
+        )
     if options.format == "universal":
         tell(f"converting with DeepSpeed to {options.out / model.directory.name} ...")
         written = write_universal(model, untrained, options.out)
@@ -148,6 +154,12 @@ def _joined(model: SavedModel) -> JoinedModel | None:
     if notes is not None:
         return JoinedModel(model, notes)
     slices = [name for name in model.parameters if re.search(r"\.slice_\d+$", name)]
+    if slices and (model.directory / MODULE_FACTS).is_file():
+        raise ValueError(
+            f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices that AutoTP "
+            "has cut, and nothing says how they are joined: DeepSpeed joins them at the end of a "
+            "script, after finish(): engine._consolidated_16bit_state_dict() on every rank"
+        )
     if slices:
         raise ValueError(
             f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices of "

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsx.core.buffers import Buffers
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives
+from dsx.engines.copies import TensorParallelCopies
 from dsx.engines.masters import MastersAdapter
 from dsx.engines.replicated import ReplicaSets, ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
@@ -24,6 +25,7 @@ class SharedMasters(MastersAdapter):
 
     # where ranks of a stage hold the same masters
     _replica_shards: ReplicaShards | ReplicaSets | None
+    _copies: TensorParallelCopies | None = None
     _written: dict[int, None]  # fragments, since they were gathered last
 
     def write(self, fragment: int, source: Tensor) -> None:
@@ -45,6 +47,8 @@ class SharedMasters(MastersAdapter):
         """All-gather what the ranks have written. Collective: all have written the same ones."""
         if self._replica_shards is not None:
             self._replica_shards.all_gather(fragments)
+        if self._copies is not None:
+            self._copies.broadcast(fragments)
         self._written.clear()
 
 

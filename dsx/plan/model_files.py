@@ -222,6 +222,17 @@ def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
             "data_types.grad_accum_dtype: dsx memory knows gradients in the weights' type only; "
             "leave it out, and add the difference"
         )
+    tensor: Any = document.get("tensor_parallel", {})
+    for name, size in (
+        ("tensor_parallel.autotp_size", tensor.get("autotp_size", 0)),
+        ("sequence_parallel_size", document.get("sequence_parallel_size", 1)),
+        ("zero_optimization.zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1)),
+    ):
+        if isinstance(size, int) and size > 1:
+            raise ValueError(
+                f"{name}={size}: a run trains with it, and dsx plans data parallelism and ZeRO "
+                "alone; leave it out to see what a run takes without it"
+            )
     precisions: list[Any] = [document.get(key, {}) for key in ("bf16", "fp16")]
     is_bit16 = any(precision.get("enabled") for precision in precisions)
     return Cluster(data=ranks, is_bf16=is_bit16, zero_stage=_integer(zero, "stage", 0))

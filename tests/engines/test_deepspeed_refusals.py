@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dsx
 from dsx.comm.world import current_world
-from dsx.engines.deepspeed.features import reads_before_it_has_come, refuse_unsupported
+from dsx.engines.deepspeed.features import (
+    reads_before_it_has_come,
+    refuse_mpu,
+    refuse_unsupported,
+)
 from dsx.engines.deepspeed.masters import require_fp32
+from dsx.engines.deepspeed.refusals import refuse_document
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
 from tests.engines.engines import (
@@ -43,9 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {**ON_HOST, "super_offload": True}}
     },
     "zero_optimization.zenflow": {"zero_optimization": {"stage": 2, **ZENFLOW}},
-    "zero_optimization.zero_hpz_partition_size=2": {
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
-    },
     "zero_optimization.zero_quantized_weights=true": {
         "zero_optimization": {"stage": 3, "zero_quantized_weights": True}
     },
@@ -53,7 +56,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
     },
     "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "tensor_parallel.autotp_size=2": {"tensor_parallel": {"autotp_size": 2}},
     "checkpoint.use_node_local_storage=true": {"checkpoint": {"use_node_local_storage": True}},
     "compile.deepcompile=true": {"compile": {"deepcompile": True}},
 }
@@ -73,10 +75,15 @@ def test_zero_3_that_reads_what_has_not_come_is_known(
     assert reads_before_it_has_come(version, backend, ranks) == is_early
 
 
-ATTRIBUTES = {
-    "mixture of experts": ("has_moe_layers", True),
-    "sequence_parallel_size=2": ("sequence_parallel_size", 2),
-}
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "mixture of experts with sequence parallelism": {
+        "has_moe_layers": True, "sequence_parallel_size": 2,
+    },
+    "an mpu with 2 slices of each layer": {"mp_world_size": 2},
+    "sequence_parallel_size=2 by a mesh": {
+        "sequence_parallel_size": 2, "seq_data_parallel_group": "of one rank",
+    },
+}  # fmt: skip
 
 
 def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -134,11 +141,14 @@ def try_everything() -> dict[str, str]:
         engine._config = DeepSpeedConfig({**ds_config(1, "fp32", "diloco"), **setting})
         messages[name] = message_of(refuse_unsupported, engine)
     engine._config = served
-    for name, (attribute, value) in ATTRIBUTES.items():
-        before = getattr(engine, attribute)
-        setattr(engine, attribute, value)
+    alone, _ = dist.new_subgroups(1)
+    for name, attributes in ATTRIBUTES.items():
+        before = {attribute: getattr(engine, attribute) for attribute in attributes}
+        for attribute, value in attributes.items():
+            setattr(engine, attribute, alone if value == "of one rank" else value)
         messages[name] = message_of(refuse_unsupported, engine)
-        setattr(engine, attribute, before)
+        for attribute, value in before.items():
+            setattr(engine, attribute, value)
     messages["plain"] = message_of(refuse_unsupported, engine)
     return messages
 
@@ -187,3 +197,33 @@ def test_masters_that_are_not_fp32_are_refused() -> None:
     piece = Piece(torch.zeros(2, dtype=torch.bfloat16), (2,))
     with pytest.raises(ValueError, match="of w is torch.bfloat16, not fp32; unset bf16_master"):
         require_fp32({"w": piece})
+
+
+def test_a_setting_is_refused_before_anything_is_built() -> None:
+    config = ds_config(1, "fp32", "diloco")
+    config["zero_optimization"] |= ZENFLOW
+    with pytest.raises(ValueError, match=r"^dsx does not serve zero_optimization\.zenflow of Dee"):
+        dsx.initialize(model=torch.nn.Linear(2, 2), config=config)
+    assert current_world() is None  # no cluster was waited for
+
+
+def test_a_sequence_parallel_size_goes_with_an_mpu() -> None:
+    refuse_document({"sequence_parallel_size": 2}, has_mpu=True)
+    with pytest.raises(ValueError, match="sequence_parallel_size=2 without an mpu of DeepSpeed: "):
+        refuse_document({"sequence_parallel_size": 2}, has_mpu=False)
+
+
+class OfSequence:
+    """What of DeepSpeed's mpu of sequence parallelism is looked for."""
+
+    def get_sequence_data_parallel_group(self) -> None:
+        """Never called."""
+
+
+def test_an_mpu_of_other_kinds_is_refused_and_training_data_that_it_cannot_deal() -> None:
+    refuse_mpu(None, has_training_data=True)
+    refuse_mpu(OfSequence(), has_training_data=False)
+    with pytest.raises(ValueError, match=r"initialize\(mpu=object\) is not served: of an mpu dsx"):
+        refuse_mpu(object(), has_training_data=False)
+    with pytest.raises(ValueError, match="training_data with mpu=OfSequence: DeepSpeed asks an mp"):
+        refuse_mpu(OfSequence(), has_training_data=True)

@@ -82,6 +82,9 @@ def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, "partition_size=4"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "'auto'"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages=2"),

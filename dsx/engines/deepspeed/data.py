@@ -120,6 +120,12 @@ def loader_of(engine: Any) -> ResumableLoader | None:
     return held if isinstance(held, ResumableLoader) else None
 
 
+def readers_of(engine: Any) -> int:
+    """Return over how many ranks DeepSpeed deals samples; peers in a sequence read the same."""
+    mpu = engine.mpu
+    return int(engine.dp_world_size if mpu is None else mpu.get_data_parallel_world_size())
+
+
 class DataPosition:
     """Where a cluster is in its part of the training data: what a checkpoint carries."""
 
@@ -238,11 +244,11 @@ def follow_training_data(engine: Any, shard: ClusterShard, handle: Handle) -> Da
     if not engine.pipeline_parallelism:
         if held.curriculum_learning_enabled:
             return None
-        engine.training_dataloader = loader = ResumableLoader(held, engine.dp_world_size)
+        engine.training_dataloader = loader = ResumableLoader(held, readers_of(engine))
         loader.before_reading = settle_if_due  # no batch is of a place before
         return DataPosition(loader, shard, trained)
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return DataPosition(None, shard, trained)
-    loader = held.loader = ResumableLoader(held.loader, engine.dp_world_size)
+    loader = held.loader = ResumableLoader(held.loader, readers_of(engine))
     held.data_iter = iter(loader)
     return DataPosition(loader, shard, trained)

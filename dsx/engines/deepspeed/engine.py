@@ -13,30 +13,29 @@ carry our change and nothing is sent twice. Traps that the code answers:
 - the stages of a pipeline launch and apply at steps of their own: every collective of the outer
   step runs over the ranks of one stage, only tied weights go further (pipeline.py).
 
-Where the masters are is known in masters.py. Without ZeRO all ranks of a stage hold
-all of its masters, and divide the outer step among them (replicated.py).
+Where the masters are is known in masters.py, which ranks hold which parameters (experts, slices)
+in layout.py. Without ZeRO all data-parallel ranks hold the same masters, and divide the outer step
+among them (replicated.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsx.core.recorder import ComputeRecorder
-from dsx.core.types import BackwardTrigger, ParameterShape
+from dsx.core.types import BackwardTrigger
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
 from dsx.engines.compute_trace import ComputeWatch
+from dsx.engines.copies import TensorParallelCopies
 from dsx.engines.deepspeed.features import refuse_unsupported
+from dsx.engines.deepspeed.layout import read_layout
 from dsx.engines.deepspeed.masters import locate, require_fp32
-from dsx.engines.deepspeed.parameters import (
-    stepping_optimizer,
-    trained_parameters,
-    whole_shape,
-)
+from dsx.engines.deepspeed.parameters import stepping_optimizer, trained_parameters
 from dsx.engines.deepspeed.pipeline import find_tied_weights, name_in_model, stage_of
-from dsx.engines.masters import Masters, dtype_name
+from dsx.engines.masters import Masters, Piece
 from dsx.engines.multi_rank import MultiRankAdapter
-from dsx.engines.replicated import ReplicaShards
+from dsx.engines.replicated import ReplicaSets
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
@@ -56,30 +55,18 @@ class DeepSpeedAdapter(MultiRankAdapter):
         refuse_unsupported(engine)
         self._backwards = backwards  # as configured; the engine's own number counts
         self._engine = engine
-        group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
-        self.ranks = ClusterCollectives(group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
         trained = trained_parameters(engine)
         self._untrained = Untrained(engine.module.named_parameters(), trained.values())
-        parameters = name_in_model(engine, trained)
+        self.layout = read_layout(engine, name_in_model(engine, trained))
+        self.ranks = ClusterCollectives(self.layout.group)
+        parameters = self.layout.parameters
         self._tied_weights = TiedWeights(find_tied_weights(engine, parameters), collective_device())
-        shapes = [
-            ParameterShape(n, whole_shape(p), dtype_name(p))
-            for n, p in parameters.items()
-            if n not in self._tied_weights.replicas
-        ]
+        shapes = [s for s in self.layout.shapes if s.name not in self._tied_weights.replicas]
         assignment = assign_stage(fragmenter, shapes, self.stage)
         self._hold_members(assignment, parameters)
-        located = self._place.pieces(parameters)
-        require_fp32(located)
-        copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
-        pieces = {n: piece for n, piece in located.items() if n not in copies}
-        self._replica_shards = None
-        if not self._place.is_sharded:
-            self._replica_shards = ReplicaShards(assignment, pieces, group, collective_device())
-            pieces = self._replica_shards.pieces
-        self._tied_weights.locate(assignment, {**copies, **pieces})
+        pieces = self._take_pieces(assignment)
         device = self._place.optimizer_tensors()[0].device
         masters = Masters(shapes, assignment, pieces, self.stage.index)
         self._hold(masters, device, keeps_state_on_host)
@@ -87,6 +74,33 @@ class DeepSpeedAdapter(MultiRankAdapter):
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
         self._is_passed = False
+
+    def _take_pieces(self, assignment: Sequence[Sequence[str]]) -> dict[str, Piece]:
+        """Return what this rank synchronises; find what it broadcasts or receives beside that."""
+        device, layout = collective_device(), self.layout
+        located = self._place.pieces(layout.parameters)
+        require_fp32(located)
+        replicas = self._tied_weights.replicas
+        copies = {n: piece for n, piece in located.items() if n in replicas}
+        mine = {
+            n: piece
+            for n, piece in located.items()
+            if n not in copies and (layout.is_first_of_alike or n not in layout.alike)
+        }
+        self._replica_shards = None
+        if not self._place.is_sharded:
+            dense = self._engine.seq_data_parallel_group
+            sets = layout.sets_alike(list(mine), dense)
+            wholes = [{name: mine[name] for name in names} for names, _ in sets]
+            groups = [group for _, group in sets]
+            self._replica_shards = ReplicaSets(assignment, wholes, groups, device)
+            mine = self._replica_shards.pieces
+        if layout.tensor_group is not None:
+            self._copies = TensorParallelCopies(
+                layout.alike, assignment, located, layout.tensor_group, device
+            )
+        self._tied_weights.locate(assignment, {**copies, **mine})
+        return mine
 
     def sync_model_weights(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""

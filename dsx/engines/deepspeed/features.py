@@ -1,4 +1,7 @@
-"""What of DeepSpeed's configuration the adapter does not serve, refused by name before training."""
+"""What the adapter does not serve of what DeepSpeed has built; refused by name before training.
+
+The second line: what a JSON tells is refused before anything is built (refusals.py).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.engines.deepspeed.refusals import (
+    BY_MPU,
+    refuse,
+    refuse_document,
+    refused_sequence,
+    refused_settings,
+)
+
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise ValueError, naming the setting, what is served, and what to do."""
-    for setting, advice in {**_refused_parallelism(engine), **_refused_zero(engine)}.items():
-        raise ValueError(f"dsx does not serve {setting} of DeepSpeed: {advice}")
+    document = engine._config._param_dict
+    refuse({**_refused_parallelism(engine), **refused_settings(document), **_refused(engine)})
     if not hasattr(engine, "_take_model_step"):
         raise RuntimeError(
             f"this DeepSpeed has no {type(engine).__name__}._take_model_step, the step boundary "
@@ -22,53 +33,45 @@ def refuse_unsupported(engine: Any) -> None:
 
 def _refused_parallelism(engine: Any) -> dict[str, str]:
     served = "inside a cluster it serves data parallelism with ZeRO stages 0 to 3, and pipelines"
+    leave = f"{served}; leave it out"
     tensor, sequence = engine.autotp_size(), engine.sequence_parallel_size
     is_pipeline = bool(engine.pipeline_parallelism)
     sliced = engine.grid.model_parallel_size if is_pipeline else engine.mp_world_size
+    ranks = dist.get_world_size(engine.seq_data_parallel_group)
+    has_experts = bool(engine.has_moe_layers)
+    others = [n for n, size in (("AutoTP", tensor), ("sequence parallelism", sequence)) if size > 1]
+    others += ["a pipeline"] if is_pipeline else []
     features = {
-        f"a topology with {sliced} slices of each layer": is_pipeline and sliced > 1,
-        f"tensor_parallel.autotp_size={tensor}": tensor > 1 or (sliced > 1 and not is_pipeline),
-        f"sequence_parallel_size={sequence}": sequence > 1,
-        "mixture of experts": bool(engine.has_moe_layers),
+        f"a topology with {sliced} slices of each layer": (is_pipeline and sliced > 1, leave),
+        f"an mpu with {sliced} slices of each layer": (
+            sliced > 1 and not is_pipeline and tensor <= 1,
+            f"{served}; use tensor_parallel.autotp_size, or Megatron",
+        ),
+        f"sequence_parallel_size={sequence} by a mesh": (
+            sequence > 1 and not is_pipeline and ranks < dist.get_world_size(),
+            BY_MPU,
+        ),
+        f"mixture of experts with {' and '.join(others)}": (
+            has_experts and bool(others),
+            "experts are served with data parallelism; use that alone",
+        ),
+        f"tensor_parallel.autotp_size={tensor} with sequence parallelism": (
+            tensor > 1 and sequence > 1,
+            "use one of them",
+        ),
     }
-    return {name: f"{served}; leave it out" for name, used in features.items() if used}
+    found = {name: advice for name, (is_used, advice) in features.items() if is_used}
+    return found | refused_sequence(engine._config._param_dict, sequence > 1)
 
 
-def _refused_zero(engine: Any) -> dict[str, str]:
+def _refused(engine: Any) -> dict[str, str]:
     import deepspeed
 
-    zero = engine._config.zero_config
-    on_host = "optimizer states may stay on the device or go to the host; use device 'cpu'"
-    native = "use the data type sections 'bf16' or 'fp16', whose masters are fp32"
-    stage_3 = "use stage 3 without it"
-    whole = "the whole optimizer goes to the host, or none of it; use ratio 1.0"
-    plain = "use offload_optimizer with device 'cpu' alone"
     found: dict[str, str] = {}
-    for part in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, part)
-        if offload is not None and offload.device == "nvme":
-            found[f"zero_optimization.{part}.device='nvme'"] = on_host
-    optimizer = zero.offload_optimizer
-    if optimizer is not None and optimizer.ratio != 1.0:
-        found[f"zero_optimization.offload_optimizer.ratio={optimizer.ratio}"] = whole
-    if optimizer is not None and getattr(optimizer, "super_offload", False):
-        found["zero_optimization.offload_optimizer.super_offload=true"] = plain
-    if zero.zenflow is not None:
-        found["zero_optimization.zenflow"] = plain
-    if zero.zero_hpz_partition_size > 1:
-        size = zero.zero_hpz_partition_size
-        found[f"zero_optimization.zero_hpz_partition_size={size}"] = stage_3
-    for key in ("weights", "nontrainable_weights", "gradients"):
-        if getattr(zero, f"zero_quantized_{key}"):
-            found[f"zero_optimization.zero_quantized_{key}=true"] = stage_3
     if engine.checkpoint_engine.is_decoupled():
         found["checkpoint.writer with decoupled=true"] = (
             "use a writer that is done when save_checkpoint returns"
         )
-    if engine.use_node_local_storage():
-        found["checkpoint.use_node_local_storage=true"] = "ranks share a directory; leave it out"
-    if engine.torch_autocast_enabled():
-        found["torch_autocast"] = native
     if engine.zero_optimization_stage() == 3 and reads_before_it_has_come(
         deepspeed.__version__, dist.get_backend(), dist.get_world_size()
     ):
@@ -76,8 +79,6 @@ def _refused_zero(engine: Any) -> dict[str, str]:
             "before 0.19.8 it waits for the last of several gathers only, and trains with weights "
             "that have not come yet; install deepspeed>=0.19.8, or use stage 2"
         )
-    if engine.is_deepcompile_enabled():
-        found["compile.deepcompile=true"] = "use torch.compile on the model instead"
     return found
 
 
@@ -101,3 +102,33 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
             "stage 0 or 1"
         )
+
+
+def refuse_arguments(document: Mapping[str, Any], mpu: Any, has_training_data: bool) -> None:
+    """Raise ValueError for a JSON, or an mpu, that is not served, before anything is built."""
+    refuse_document(document, mpu is not None)
+    refuse_mpu(mpu, has_training_data)
+
+
+def refuse_mpu(mpu: Any, has_training_data: bool) -> None:
+    """Raise ValueError for an mpu that is not one of sequence parallelism, or reads no data."""
+    if mpu is None:
+        return
+    if not hasattr(mpu, "get_sequence_data_parallel_group"):
+        raise ValueError(
+            f"dsx.initialize(mpu={_name(mpu)}) is not served: of an mpu dsx serves sequence "
+            "parallelism (it has get_sequence_data_parallel_group, as deepspeed.runtime."
+            "sequence_parallel.parallel_state_sp); leave it out, or use tensor_parallel.autotp_size"
+        )
+    if has_training_data and not hasattr(mpu, "get_data_parallel_world_size"):
+        raise ValueError(
+            f"training_data with mpu={_name(mpu)}: DeepSpeed asks an mpu for "
+            "get_data_parallel_world_size and get_data_parallel_rank, by which it deals samples, "
+            "and this one has none; give it both, or leave training_data out and read with a "
+            "loader of your own: a DistributedSampler over data-parallel ranks, of "
+            "dsx.data.ClusterShard"
+        )
+
+
+def _name(mpu: Any) -> str:
+    return str(getattr(mpu, "__name__", type(mpu).__name__))

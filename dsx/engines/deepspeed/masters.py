@@ -227,12 +227,12 @@ class ParameterShards(MasterPlace):
         wrapper = self._wrapper
         _require_reloaded(wrapper)
         wrapper._partition_all_parameters()  # what is gathered now is of before
+        wrapper.invalidate_secondary_tensor()  # so is hpZ's copy of it, from which it would gather
         for index in range(len(self.optimizer_tensors())):
             wrapper._reassign_or_swap_out_partitioned_parameters(index)
         persistent = wrapper.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
-        wrapper.invalidate_secondary_tensor()
 
 
 def _ranks(wrapper: Any) -> list[int]:

@@ -38,3 +38,13 @@ def stepping_optimizer(engine: Any) -> Any:
 def whole_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of all of a parameter, also where ZeRO-3 has taken it apart."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether it is of an expert: DeepSpeed reduces its gradients over fewer ranks."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def is_slice(parameter: Any) -> bool:
+    """Whether AutoTP has cut it: another part lies on every rank of its tensor-parallel group."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))

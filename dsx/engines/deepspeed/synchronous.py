@@ -32,7 +32,7 @@ from dsx.training.handle import Handle
 
 UNIVERSAL = "_universal"
 MODEL_FILES = "*_model_states.pt"
-OPTIMIZER_FILES = "*_optim_states.pt"
+OPTIMIZER_FILES = "*zero_pp_rank_*_optim_states.pt"  # ZeRO's; experts have others without it
 logger = logging.getLogger(__name__)
 
 
@@ -228,7 +228,8 @@ def samples_read(total: int, engine: Any, facts: Mapping[str, Any]) -> tuple[int
     DeepSpeed counts all micro-batches as whole ones, so their number is exact where that of those
     in a step has changed. ValueError where their size has.
     """
-    ranks, steps = facts["dp_world_size"], facts["global_steps"]
+    ranks = facts["dp_world_size"] // engine.sequence_parallel_size  # peers read the same
+    steps = facts["global_steps"]
     if not steps:
         return 0, 0
     per_rank = (facts["global_samples"] or steps * engine.train_batch_size()) // ranks

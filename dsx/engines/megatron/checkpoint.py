@@ -31,7 +31,7 @@ from dsx.checkpoint.tags import (
 from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
-from dsx.engines.megatron.copies import bit_sum
+from dsx.engines.copies import bit_sum
 from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of

@@ -11,10 +11,10 @@ the code answers:
 - a step that overflowed returns False and still counts, or the clusters' clocks drift apart.
 
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
-masters.py, names and slices in parameters.py, weights that several ranks hold alike in copies.py,
-what no gradient moves in router_bias.py. Without the distributed optimizer data- and
-context-parallel ranks hold the same masters, expert-data-parallel ranks the same experts, and they
-divide the outer step among them (replicated.py).
+masters.py, names and slices in parameters.py, weights that several ranks hold alike in
+engines/copies.py and copies.py, what no gradient moves in router_bias.py. Without the distributed
+optimizer data- and context-parallel ranks hold the same masters, expert-data-parallel ranks the
+same experts, and they divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, Stage
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
 from dsx.engines.compute_trace import ComputeWatch
+from dsx.engines.copies import TensorParallelCopies
 from dsx.engines.masters import Masters, Piece
-from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
+from dsx.engines.megatron.copies import find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
 from dsx.engines.megatron.masters import gather, leaves, locate
 from dsx.engines.megatron.model_notes import NoteTaker
@@ -121,7 +122,11 @@ class MegatronAdapter(MultiRankAdapter):
             self._replica_shards = ReplicaSets(self.assignment, sets, _groups_alike(), device)
             parts = self._replica_shards.pieces
             own = {n: piece for n, piece in own.items() if n not in whole} | parts
-        self._copies = TensorParallelCopies(parameters, self.assignment, located, place, device)
+        self._copies = None
+        if place.tensor[1] > 1:
+            group: Any = parallel_state.get_tensor_model_parallel_group()
+            copied = {p.name for p in parameters if p.is_alike() and not p.is_tied_copy}
+            self._copies = TensorParallelCopies(copied, self.assignment, located, group, device)
         self._tied_weights = TiedWeights(find_tied_weights(parameters, place), device)
         self._tied_weights.locate(
             self.assignment, {**{n: located[n] for n in tied & set(located)}, **own}
@@ -200,11 +205,6 @@ class MegatronAdapter(MultiRankAdapter):
             return result
 
         self._optimizer.step = step
-
-    def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Broadcast what tensor-parallel ranks hold alike, too. Collective in the stage."""
-        super()._all_gather(fragments)
-        self._copies.broadcast(fragments)
 
     def _copy(self) -> None:
         with torch.no_grad():
