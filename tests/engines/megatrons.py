@@ -274,8 +274,11 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
-        **{"bias_activation_fusion": False, **TRANSFORMERS[kind.family]},
-        **expert_settings(kind),
+        **{
+            "bias_activation_fusion": False,
+            **expert_settings(kind),
+            **TRANSFORMERS[kind.family],
+        },
     )
 
 
