@@ -11,7 +11,7 @@ from dsx.checkpoint.averaged_model import SavedModel, bare_model, find_model
 from dsx.checkpoint.of_run import find_saved
 from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
-from dsx.engines.hf_folder.folder import Converted, FolderOptions, write_folder
+from dsx.engines.hf_folder.folder import Converted, FolderOptions, tokenizer_in, write_folder
 from dsx.engines.megatron_model.convert import convert_folder
 from dsx.engines.megatron_model.dist_checkpoint import require_no_checkpoint, write_megatron
 from dsx.engines.megatron_model.from_huggingface import is_huggingface_folder
@@ -78,7 +78,8 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
     if options.megatron is not None:
         require_no_checkpoint(options.megatron)
         if is_huggingface_folder(options.path):
-            convert_folder(options.path, options.megatron, DTYPES[options.dtype], tell)
+            dtype, tokenizer = DTYPES[options.dtype], tokenizer_in(options.path)
+            convert_folder(options.path, options.megatron, dtype, tokenizer, tell)
             return
     saved = find_saved(options.path, options.tag)
     model = bare_model(saved.base) if saved.is_bare else find_model(saved.base, saved.tag)

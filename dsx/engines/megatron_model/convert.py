@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from dsx.engines.hf_folder.folder import tokenizer_in
 from dsx.engines.megatron_model.dist_checkpoint import write_megatron
 from dsx.engines.megatron_model.from_config import flags_of
 from dsx.engines.megatron_model.from_huggingface import HuggingFaceFolder
@@ -18,7 +17,11 @@ FLAGS, TOKENIZER = "flags.txt", "tokenizer"
 
 
 def convert_folder(
-    folder: Path, out: Path, dtype: torch.dtype, tell: Callable[[str], None]
+    folder: Path,
+    out: Path,
+    dtype: torch.dtype,
+    tokenizer: Sequence[Path],
+    tell: Callable[[str], None],
 ) -> None:
     """Write the checkpoint, the flags of Megatron-LM that make its model, and the tokenizer.
 
@@ -28,14 +31,13 @@ def convert_folder(
     tell(f"{folder}: a {model.kind}, as {len(model.parameters)} weights of Megatron's GPTModel")
     written = write_megatron(model, out, dtype)
     flags = flags_of(model.notes)
-    files = tokenizer_in(folder)
-    if files:
+    if tokenizer:
         (out / TOKENIZER).mkdir()
-        for file in files:
+        for file in tokenizer:
             shutil.copyfile(file, out / TOKENIZER / file.name)
         flags += ["--tokenizer-type", "HuggingFaceTokenizer"]
         flags += ["--tokenizer-model", str((out / TOKENIZER).absolute())]
-        tell(f"tokenizer: {', '.join(file.name for file in files)}")
+        tell(f"tokenizer: {', '.join(file.name for file in tokenizer)}")
     else:
         tell(f"no tokenizer: {folder} holds none; say which by Megatron's --tokenizer-type")
     (out / FLAGS).write_text(shlex.join(flags) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -81,7 +83,9 @@ def write_megatron(
     planner = _Streamed(model, dtype, out)
     # nothing is read ahead: weights are in memory one at a time
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
-    save({}, storage_writer=writer, planner=planner, no_dist=True)
+    with warnings.catch_warnings():  # that there is one process alone, as there is to be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
     common = {
         "checkpoint_version": 3.0, "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
@@ -110,7 +114,12 @@ class _Streamed(SavePlanner):
             f"weights for {out}", dtype.itemsize * sum(sizes), True, first_seconds=SOON
         )
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         """There is no state dict: what is written is the model's."""
 
     def create_local_plan(self) -> SavePlan:

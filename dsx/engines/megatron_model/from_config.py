@@ -93,7 +93,7 @@ def _llama(config: Mapping[str, Any], kind: str, path: Path) -> ModelNotes:
     elif how == "llama3":
         rotary |= {"is_scaled": True, "factor": scaling["factor"]}
         frequencies = [of_llama_3(frequency, scaling["factor"]) for frequency in frequencies]
-    transformer = {
+    transformer: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
         "ffn_hidden_size": config["intermediate_size"],
