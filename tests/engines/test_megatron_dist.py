@@ -156,6 +156,7 @@ def test_a_folder_of_hugging_face(kind: str, tmp_path: Path) -> None:
     given = folder(tmp_path / "hf", kind)
     assert export(saved(tmp_path / "run", kind), "--megatron", tmp_path / "own")[0] == 0
     code, said = export(given, "--megatron", tmp_path / "out")
+    assert "not looked at" not in said
     assert code == 0 and "tokenizer: tokenizer.json" in said, said
     own, states = tensors_of(tmp_path / "own" / RELEASE)
     found, also = tensors_of(tmp_path / "out" / RELEASE)
@@ -189,7 +190,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias=True has no form in Megatron that dsx knows"),
         ({"hidden_act": "relu"}, "hidden_act='relu' has no form"),
         ({"sliding_window": 4, "use_sliding_window": None}, "sliding_window=4 has no form"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rotary positions {'rope_type': "),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rotary positions of base 5000.0, {'rope_type': 'yarn'",
+        ),
+        ({"rope_theta": 5000.5}, "of base 5000.5, {'rope_type': 'default'}, have no form"),
         ({"head_dim": 8}, "model.layers.0.self_attn.q_proj.weight is [16, 16], and"),
         ({"num_hidden_layers": 5}, "lacks model.layers.4.input_layernorm.weight and 8 more"),
         ({"num_hidden_layers": 3}, "holds model.layers.3.input_layernorm.weight and 8 more"),
@@ -200,6 +205,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (given / "config.json").write_text(json.dumps(changed))
         code, said = export(given, "--megatron", out)
         assert code == 2 and message in said, (message, said)
+    (given / "config.json").write_text(json.dumps({**config, "of_tomorrow": 1}))
+    code, said = export(given, "--megatron", tmp_path / "told")
+    assert code == 0 and "not looked at in its config.json: of_tomorrow\n" in said, said
     code, said = export(given, "--megatron", out, "--hf", out)
     assert code == 2 and "give one of --out DIR" in said
     code, said = export(given, "--megatron", out, "--tokenizer", given)

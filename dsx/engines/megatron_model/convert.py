@@ -29,6 +29,8 @@ def convert_folder(
     """
     model = HuggingFaceFolder(folder)
     tell(f"{folder}: a {model.kind}, as {len(model.parameters)} weights of Megatron's GPTModel")
+    if model.unread:
+        tell(f"not looked at in its config.json: {', '.join(model.unread)}")
     written = write_megatron(model, out, dtype)
     flags = flags_of(model.notes)
     if tokenizer:

@@ -27,6 +27,12 @@ _ELSEWHERE = {  # compared in a form of their own, or of no weight to what is co
     "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "attention_dropout",
     "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
 }  # fmt: skip
+_NO_MATTER = {  # to what is computed
+    "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "pad_token_id",
+    "max_window_layers", "pretraining_tp", "task_specific_params", "n_ctx", "rope_parameters",
+    "layer_types", "reorder_and_upcast_attn", "head_dim", "num_experts", "num_local_experts",
+    "id2label", "label2id",
+}  # fmt: skip
 
 
 def notes_of_config(path: Path) -> ModelNotes:
@@ -47,6 +53,13 @@ def notes_of_config(path: Path) -> ModelNotes:
         raise ValueError(f"{path} does not give {error.args[0]}: add it") from None
     _require_same(config, family_of(notes, path.parent).config, path)
     return notes
+
+
+def unread(path: Path, notes: ModelNotes) -> list[str]:
+    """Return the keys of a config.json that nothing was made of, and that dsx does not know."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    known = {*family_of(notes, path.parent).config, *_PLAIN, *_ELSEWHERE, *_NO_MATTER}
+    return sorted(name for name in config if name not in known and "summary_" not in name)
 
 
 def _gpt2(config: Mapping[str, Any]) -> ModelNotes:
@@ -120,11 +133,12 @@ def _llama(config: Mapping[str, Any], kind: str, path: Path) -> ModelNotes:
         rotary, frequencies, {}, experts,
     )  # fmt: skip
     made = family_of(notes, path.parent).config["rope_scaling"] or {"rope_type": "default"}
-    lacking = {"rope_type": how, **{k: v for k, v in scaling.items() if k != "type"}}
-    if made != lacking:
+    asked = {"rope_type": how, **{k: v for k, v in scaling.items() if k != "type"}}
+    are_whole = float(base).is_integer() and float(rotary["interpolation"] or 1).is_integer()
+    if made != asked or not are_whole:
         raise ValueError(
-            f"{path}: rotary positions {lacking} have no form in Megatron that dsx knows; it has "
-            f"{made}"
+            f"{path}: rotary positions of base {base}, {asked}, have no form in Megatron that dsx "
+            f"knows; it has {made}, and takes a base and a factor of interpolation without fraction"
         )
     return notes
 
@@ -204,7 +218,8 @@ def flags_of(notes: ModelNotes) -> list[str]:
         values["num-query-groups"] = given["num_query_groups"]
     if notes.positions == "rope":
         values["rotary-base"] = int(notes.rotary["base"])
-        values["rotary-seq-len-interpolation-factor"] = notes.rotary["interpolation"]
+        interpolation = notes.rotary["interpolation"]
+        values["rotary-seq-len-interpolation-factor"] = interpolation and int(interpolation)
         values["rope-scaling-factor"] = notes.rotary.get("factor")
     if notes.experts is not None:
         frequency = given["moe_layer_freq"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsx.checkpoint.weight_files import INDEX
 from dsx.engines.megatron_model.family import family_of
-from dsx.engines.megatron_model.from_config import notes_of_config
+from dsx.engines.megatron_model.from_config import notes_of_config, unread
 from dsx.engines.megatron_model.parts import Match
 
 CONFIG = "config.json"
@@ -38,6 +38,7 @@ class _Weight:
 class HuggingFaceFolder:
     """The weights of a folder under Megatron's names, and the notes of the model they make.
 
+    `unread` are keys of its config.json that dsx does not know.
     ValueError for a model that dsx does not know as one of Megatron's, and for weights that the
     folder lacks, has beside those, or in another shape.
     """
@@ -46,6 +47,7 @@ class HuggingFaceFolder:
         self._folder = folder
         self.notes = notes_of_config(folder / CONFIG)
         self.kind = family_of(self.notes, folder).kind
+        self.unread = unread(folder / CONFIG, self.notes)
         self._files = _files(folder)
         self.parameters: dict[str, _Weight] = {}
         wanted: dict[str, tuple[int, ...]] = {}
