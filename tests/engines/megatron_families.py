@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 GROUPED = ("llama", "qwen2", "qwen3", "llama tied", *MIXTURES)  # queries share keys, two by two
+EXPERT_FFN, SHARED_FFN = 12, 24  # inner sizes, of an expert and of the shared one
 _LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -26,20 +27,26 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {  # of the TransformerConfig
     "llama tied": {**_LLAMA, "kv_channels": 8},
     "qwen2": {**_LLAMA, "add_qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_layernorm": True, "kv_channels": 8},
-    "mixtral": {**_LLAMA, "moe_layer_freq": 1, "moe_shared_expert_intermediate_size": None},
+    "mixtral": {
+        **_LLAMA,
+        "moe_layer_freq": 1,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_ffn_hidden_size": EXPERT_FFN,
+    },
     "qwen2_moe": {
         **_LLAMA,
         "add_qkv_bias": True,
         "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": SHARED_FFN,
         "moe_router_pre_softmax": True,
-        "moe_ffn_hidden_size": 12,
+        "moe_ffn_hidden_size": EXPERT_FFN,
     },
     "qwen3_moe": {
         **_LLAMA,
         "qk_layernorm": True,
         "kv_channels": 8,
         "moe_shared_expert_intermediate_size": None,
-        "moe_ffn_hidden_size": 12,
+        "moe_ffn_hidden_size": EXPERT_FFN,
     },
 }
 SPECS: dict[str, dict[str, Any]] = {  # of the layers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsx.engines.megatron_model.notes import ExpertNotes, ModelNotes
+from tests.engines.megatron_families import EXPERT_FFN, SHARED_FFN
 from tests.engines.megatron_saved import (
     Shape,
     cut_llama,
@@ -18,7 +19,7 @@ from tests.engines.megatron_saved import (
     with_notes,
 )
 
-EXPERTS, TOP, FFN, SHARED = 4, 2, 4, 6
+EXPERTS, TOP, FFN, SHARED = 4, 2, EXPERT_FFN, SHARED_FFN
 NAMES = {"mixtral": ("w1", "w3", "w2")}
 PLAIN = ("gate_proj", "up_proj", "down_proj")
 

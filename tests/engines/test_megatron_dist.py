@@ -64,11 +64,17 @@ WIDE = Shape(**{**TINY.__dict__, "head": 8})
 PLAIN_GPT = Shape(**{**TINY.__dict__, "heads": 2, "groups": 2, "head": 8})
 
 
+def small(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """So that logits are of the order of one."""
+    return {name: 0.25 * tensor for name, tensor in weights.items()}
+
+
 def model(kind: str, layout: str = "SequentialMLP") -> tuple[Shape, dict[str, Tensor], ModelNotes]:
     """Return weights in Hugging Face's form, and the notes of a run."""
     rotary = {"base": 5000, "percent": 1.0, "is_scaled": False, "interpolation": None}
     if kind == "gpt2":
-        return PLAIN_GPT, gpt2_weights(PLAIN_GPT), notes_of(PLAIN_GPT, False)
+        notes = notes_of(PLAIN_GPT, False, layernorm_epsilon=1e-5)
+        return PLAIN_GPT, small(gpt2_weights(PLAIN_GPT)), notes
     shape = WIDE if kind in ("qwen3", "qwen3_moe") else TINY
     frequencies = [5000.0 ** (-2 * i / shape.head) for i in range(shape.head // 2)]
     if kind.endswith("_moe") or kind == "mixtral":
@@ -78,7 +84,7 @@ def model(kind: str, layout: str = "SequentialMLP") -> tuple[Shape, dict[str, Te
     else:
         weights = llama_weights(shape, kind == "qwen2", kind == "qwen3")
         notes = notes_of(shape, True, add_qkv_bias=kind == "qwen2", qk_layernorm=kind == "qwen3")
-    return shape, weights, with_notes(notes, rotary=rotary, frequencies=frequencies)
+    return shape, small(weights), with_notes(notes, rotary=rotary, frequencies=frequencies)
 
 
 def saved(base: Path, kind: str, layout: str = "SequentialMLP") -> Path:
@@ -303,19 +309,20 @@ def test_memory_is_that_of_some_weights(tmp_path: Path, monkeypatch: pytest.Monk
     assert total > 10 * layer
     del weights
     held: list[int] = []
+    trim = ctypes.CDLL(None).malloc_trim
     made = _Streamed.resolve_data
 
     def resolve(self: Any, item: Any) -> Any:
         found = made(self, item)
+        trim(0)  # what malloc keeps of what was freed is not held
         held.append(anonymous_bytes())
         return found
 
     monkeypatch.setattr(_Streamed, "resolve_data", resolve)
     export(saved(tmp_path / "small", "llama"), "--megatron", tmp_path / "warm")  # what it imports
-    ctypes.CDLL(None).malloc_trim(0)  # or what malloc keeps of before would be used again
+    trim(0)
     before = anonymous_bytes()
     held.clear()
     code, said = export(base, "--megatron", tmp_path / "out")
     assert code == 0, said
-    print(f"{total=:,} {layer=:,} held {max(held) - before:,}")
-    assert max(held) - before < 4 * layer, (max(held) - before, layer, total)
+    assert max(held) - before < 3 * layer, (max(held) - before, layer, total)
