@@ -237,6 +237,9 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+FROM_A_FOLDER = ("llama", "mixtral", "qwen2_moe")  # the others are written from the run's files
+
+
 def load_all(base: str) -> list[Any]:
     """Load each checkpoint into a model of another layout; return its weights and logits."""
     from megatron.core import dist_checkpointing
@@ -272,9 +275,11 @@ def test_megatron_loads_it_in_another_layout(tmp_path: Path) -> None:
 
     for name, _ in LAYOUTS:
         base = saved(tmp_path / f"run_{name}", name)
-        assert export(base, "--megatron", tmp_path / name)[0] == 0
         assert export(base, "--out", tmp_path / f"own_{name}")[0] == 0
         code, said = export(base, "--hf", tmp_path / f"hf_{name}")
+        assert code == 0, said
+        source = tmp_path / f"hf_{name}" if name in FROM_A_FOLDER else base
+        code, said = export(source, "--megatron", tmp_path / name)
         assert code == 0, said
     everyone = run_distributed(load_all, 8, str(tmp_path), timeout_seconds=500, engine="megatron")
     for index, (name, _) in enumerate(LAYOUTS):
@@ -289,7 +294,8 @@ def test_megatron_loads_it_in_another_layout(tmp_path: Path) -> None:
                 count = kind.expert_tensor if is_expert else None
                 halves = np.split(found, 2 * (count or kind.tensor))
                 found = np.concatenate(halves[::2] + halves[1::2])
-            assert np.array_equal(tensor.numpy(), found), (name, key)
+            rows = IN_USE if key.startswith(("embedding.word", "output_layer")) else None
+            assert np.array_equal(tensor.numpy()[:rows], found[:rows]), (name, key)
         theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf_{name}").eval()
         for micro in range(MICRO_BATCHES):
             with torch.no_grad():
