@@ -223,6 +223,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_models_whose_keys_are_not_known(tmp_path: Path) -> None:
+    _, weights, notes = model("llama")
+    latent = {**notes.transformer, "multi_latent_attention": True}
+    cases = [
+        (with_notes(notes, kind="MambaModel"), "the model is a MambaModel, and dsx writes"),
+        (with_notes(notes, transformer=latent), "multi_latent_attention=True: dsx writes Mega"),
+    ]
+    for index, (told, message) in enumerate(cases):
+        base = save_run(tmp_path / str(index), cut_llama(TINY, weights), told)
+        code, said = export(base, "--megatron", tmp_path / "out")
+        assert code == 2 and message in said, said
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            str(n) for n in range(index + 1)
+        ]
+
+
 LAYOUTS = [
     ("gpt2", Kind(tensor=2, pipeline=2, layers_per_stage=2)),
     ("llama", Kind(family="llama", pipeline=2, chunks=2)),

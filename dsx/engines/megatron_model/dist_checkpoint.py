@@ -31,7 +31,12 @@ from dsx.checkpoint.tags import UNFINISHED
 from dsx.checkpoint.weight_files import HasShape
 from dsx.config.files import require_folder
 from dsx.core.progress import SOON, Progress
-from dsx.engines.megatron_model.dist_keys import Piece, empty_states, pieces_of
+from dsx.engines.megatron_model.dist_keys import (
+    Piece,
+    empty_states,
+    pieces_of,
+    require_keys_are_known,
+)
 from dsx.engines.megatron_model.notes import ModelNotes
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -69,13 +74,13 @@ def require_no_checkpoint(out: Path) -> None:
         )
 
 
-def write_megatron(
-    model: MegatronModel, out: Path, dtype: torch.dtype, args: Any = None
-) -> list[Path]:
+def write_megatron(model: MegatronModel, out: Path, dtype: torch.dtype) -> list[Path]:
     """Write the directory that Megatron's --load takes, and return its files.
 
-    It is complete or not there. `args`: what --use-checkpoint-args reads, where that is known.
+    It is complete or not there. ValueError, before anything is written, for a model whose weights
+    have other places in such a checkpoint than dsx knows.
     """
+    require_keys_are_known(model.notes)
     unfinished = out.with_name(f"{out.name}{UNFINISHED}")
     shutil.rmtree(unfinished, ignore_errors=True)
     release = unfinished / RELEASE
@@ -90,7 +95,7 @@ def write_megatron(
         "checkpoint_version": 3.0, "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
     }  # fmt: skip
-    torch.save(common if args is None else {**common, "args": args}, release / "common.pt")
+    torch.save(common, release / "common.pt")
     (release / "metadata.json").write_text(json.dumps(_BACKENDS))
     (unfinished / TRACKER).write_text(RELEASE)
     if out.is_dir():

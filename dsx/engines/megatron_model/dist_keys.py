@@ -26,6 +26,11 @@ _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+_PLAIN = {  # what gives layers other keys
+    "multi_latent_attention": False, "linear_attention_freq": None, "mtp_num_layers": None,
+    "heterogeneous_block_specs": False, "hetereogenous_dist_checkpoint": False,
+    "experimental_attention_variant": None,
+}  # fmt: skip
 _WITHOUT_STATE = ("embedding.", "output_layer.", "decoder.final_layernorm.bias")
 _NO_MODULE = re.compile(r"\.(gate_weight|router\.\w+)$")
 
@@ -49,6 +54,23 @@ class Piece:
     def offset(self) -> tuple[int, ...]:
         """Where it begins in the tensor."""
         return (*self.lead, *(0 for _ in self.shape))
+
+
+def require_keys_are_known(notes: ModelNotes) -> None:
+    """Raise ValueError for a model whose keys dsx does not know."""
+    otherwise = "dsx export --out DIR writes the weights under Megatron's names"
+    if notes.kind != "GPTModel":
+        raise ValueError(
+            f"the model is a {notes.kind}, and dsx writes Megatron's checkpoints of a GPTModel; "
+            f"{otherwise}"
+        )
+    for name, value in _PLAIN.items():
+        found = notes.transformer.get(name, value)
+        if found != value:
+            raise ValueError(
+                f"{name}={found!r}: dsx writes Megatron's checkpoints of models that have "
+                f"{name}={value!r}; {otherwise}"
+            )
 
 
 def pieces_of(parameters: Mapping[str, HasShape], notes: ModelNotes) -> Iterator[Piece]:
