@@ -12,11 +12,14 @@ from dsx.core.one_line_errors import one_line_errors
 _RUN = typer.Argument(
     metavar="RUN",
     help="A run's folder, the directory its checkpoints are in (it holds cluster_0, ...), one of "
-    "them, or what handle.save wrote.",
+    "them, or what handle.save wrote. With --megatron: or a Hugging Face folder.",
 )
 _OUT = typer.Option(metavar="DIR", help="Where to write weights, or a checkpoint.")
 _HF = typer.Option(
     metavar="DIR", help="Write a folder there that Hugging Face's from_pretrained loads."
+)
+_MEGATRON = typer.Option(
+    metavar="DIR", help="Write a checkpoint there that Megatron's --load takes, in any layout."
 )
 _CONFIG = typer.Option(
     help="With --hf: the model's config.json, or its folder. Default: what lies beside the "
@@ -33,6 +36,7 @@ def export(
     run: Annotated[Path, _RUN],
     out: Annotated[Path | None, _OUT] = None,
     hf: Annotated[Path | None, _HF] = None,
+    megatron: Annotated[Path | None, _MEGATRON] = None,
     config: Annotated[Path | None, _CONFIG] = None,
     tokenizer: Annotated[Path | None, _TOKENIZER] = None,
     format: Annotated[
@@ -57,6 +61,9 @@ def export(
     --hf DIR: safetensors, config.json, the tokenizer's files and a model card, for
     AutoModelForCausalLM.from_pretrained(DIR). The run has to have trained that very model.
 
+    --megatron DIR: the weights of a Megatron run, or of a Hugging Face folder given in the place of
+    RUN, as a checkpoint in Megatron's torch_dist format, for --load at another layout.
+
     --out DIR: model.safetensors, or several with an index, under the module's own names. Frozen
     parameters and buffers are cluster 0's.
 
@@ -66,5 +73,7 @@ def export(
     """
     from dsx.engines.export import ExportOptions, export_checkpoint
 
-    options = ExportOptions(run, out, format, tag, dtype, max_shard_size, hf, config, tokenizer)
+    options = ExportOptions(
+        run, out, format, tag, dtype, max_shard_size, hf, config, tokenizer, megatron
+    )
     export_checkpoint(options, typer.echo)

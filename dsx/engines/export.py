@@ -11,7 +11,10 @@ from dsx.checkpoint.averaged_model import MODULE_FACTS, SavedModel, bare_model, 
 from dsx.checkpoint.of_run import find_saved
 from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
-from dsx.engines.hf_folder.folder import Converted, FolderOptions, write_folder
+from dsx.engines.hf_folder.folder import Converted, FolderOptions, tokenizer_in, write_folder
+from dsx.engines.megatron_model.convert import convert_folder
+from dsx.engines.megatron_model.dist_checkpoint import require_no_checkpoint, write_megatron
+from dsx.engines.megatron_model.from_huggingface import is_huggingface_folder
 from dsx.engines.megatron_model.huggingface import HuggingFaceModel
 from dsx.engines.megatron_model.joined import JoinedModel
 from dsx.engines.megatron_model.notes import NOTES, read_notes
@@ -21,7 +24,10 @@ FORMATS = ("safetensors", "universal")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The command line; sizes in GB. Of `out` and `hf`, the Hugging Face folder, one is given."""
+    """The command line; sizes in GB.
+
+    Of `out`, `hf`, the Hugging Face folder, and `megatron`, the checkpoint, one is given.
+    """
 
     path: Path
     out: Path | None
@@ -32,22 +38,26 @@ class ExportOptions:
     hf: Path | None = None
     config: Path | None = None
     tokenizer: Path | None = None
+    megatron: Path | None = None
 
     def __post_init__(self) -> None:
-        if (self.out is None) == (self.hf is None):
+        if sum(place is not None for place in (self.out, self.hf, self.megatron)) != 1:
             raise ValueError(
-                "give one of --out DIR, for the weights, and --hf DIR, for a folder that Hugging "
-                "Face's transformers loads"
+                "give one of --out DIR, for the weights, --hf DIR, for a folder that Hugging "
+                "Face's transformers loads, and --megatron DIR, for a checkpoint that Megatron's "
+                "--load takes"
             )
         if self.hf is None and (self.config or self.tokenizer):
             given = "--config" if self.config else "--tokenizer"
-            raise ValueError(f"{given} goes with --hf DIR: give that in the place of --out")
+            other = "--out" if self.megatron is None else "--megatron"
+            raise ValueError(f"{given} goes with --hf DIR: give that in the place of {other}")
         if self.format not in FORMATS:
             raise ValueError(f"--format {self.format} must be one of {', '.join(FORMATS)}")
-        if self.hf is not None and self.format != "safetensors":
+        if self.out is None and self.format != "safetensors":
+            given = "--hf" if self.megatron is None else "--megatron"
             raise ValueError(
-                f"--format {self.format} goes with --out DIR: give that in the place of --hf, or "
-                "leave it out"
+                f"--format {self.format} goes with --out DIR: give that in the place of {given}, "
+                "or leave it out"
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} must be one of {', '.join(DTYPES)}")
@@ -65,6 +75,12 @@ class ExportOptions:
 def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> None:
     """Write the averaged model and tell what was written; see `dsx export --help`."""
     folder = _folder_options(options)
+    if options.megatron is not None:
+        require_no_checkpoint(options.megatron)
+        if is_huggingface_folder(options.path):
+            dtype, tokenizer = DTYPES[options.dtype], tokenizer_in(options.path)
+            convert_folder(options.path, options.megatron, dtype, tokenizer, tell)
+            return
     saved = find_saved(options.path, options.tag)
     model = bare_model(saved.base) if saved.is_bare else find_model(saved.base, saved.tag)
     joined = _joined(model)
@@ -79,7 +95,8 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
         tell(f"left out: {model.in_flight} transfer(s) that were in flight")
     files = _write(model, joined, options, folder, tell)
     size = sum(file.stat().st_size for file in files)
-    tell(f"wrote {len(files)} file(s), {size:,} bytes, to {options.hf or options.out}")
+    where = options.hf or options.megatron or options.out
+    tell(f"wrote {len(files)} file(s), {size:,} bytes, to {where}")
 
 
 def _write(
@@ -93,6 +110,13 @@ def _write(
     untrained = {} if joined else read_untrained(model)
     if folder is not None:
         return write_folder(model, untrained, folder, tell, _converted(joined, tell))
+    if options.megatron is not None:
+        if joined is None:
+            raise ValueError(
+                f"--megatron {options.megatron} is for a Megatron run, and {model.directory} holds "
+                f"no {NOTES} of one: give --out or --hf"
+            )
+        return write_megatron(joined, options.megatron, DTYPES[options.dtype])
     assert options.out is not None
     if options.format == "universal" and joined is not None:
         raise ValueError(
@@ -148,12 +172,12 @@ def _folder_options(options: ExportOptions) -> FolderOptions | None:
 def _joined(model: SavedModel) -> JoinedModel | None:
     """Return a Megatron run's model with its slices joined; None of another run.
 
-    ValueError for slices of tensor parallelism that nothing is said of.
+    ValueError for slices of tensor or expert parallelism that nothing is said of.
     """
     notes = read_notes(model.directory)
     if notes is not None:
         return JoinedModel(model, notes)
-    slices = [name for name in model.parameters if re.search(r"\.slice_\d+$", name)]
+    slices = [name for name in model.parameters if re.search(r"\.(slice|experts)_\d+$", name)]
     if slices and (model.directory / MODULE_FACTS).is_file():
         raise ValueError(
             f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices that AutoTP "
@@ -163,7 +187,7 @@ def _joined(model: SavedModel) -> JoinedModel | None:
     if slices:
         raise ValueError(
             f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices of "
-            f"tensor-parallel weights, and no {NOTES}, which says how they are joined: go on from "
+            f"weights, and no {NOTES}, which says how they are joined: go on from "
             "it with this dsx and save it again, or convert Megatron's own checkpoint of this "
             "iteration, which holds the averaged model after finish()"
         )

@@ -35,6 +35,7 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "dsx quickstart --steps",
     "dsx report runs/quickstart",
     "dsx export runs/quickstart",
+    "dsx export models/trained --megatron",
     "deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py",
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py",
     "python -m deepspeed.checkpoint.ds_to_universal",

@@ -26,13 +26,15 @@ BIASED = {
 _EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
 
 
-class TokenNorm(nn.LayerNorm):
+class TokenNorm:
     """A norm whose gradients Megatron sums over tensor-parallel ranks, each of other tokens."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = kind(hidden_size, eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
 def expert_settings(kind: Any) -> dict[str, Any]:
@@ -63,11 +65,16 @@ def layers_with_experts(kind: Any, config: Any, vp_stage: int | None) -> Any:
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 looks for it without asking whether
         moe_utils.te_general_gemm = None  # Transformer Engine is there
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(
+        config, False, normalization=config.normalization, vp_stage=vp_stage
+    )
     if config.sequence_parallel:
         spec.layer_norm = TokenNorm
         for layer in spec.layer_specs:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TokenNorm
+            attention = layer.submodules.self_attention.submodules
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = TokenNorm
     return spec
 
 

@@ -278,9 +278,12 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
-        **{"bias_activation_fusion": False, **TRANSFORMERS.get(kind.family, {})},
+        **{
+            "bias_activation_fusion": False,
+            **expert_settings(kind),
+            **TRANSFORMERS.get(kind.family, {}),
+        },
         **(MORE_TOKENS if kind.family == "mtp" else {}),
-        **expert_settings(kind),
     )
 
 

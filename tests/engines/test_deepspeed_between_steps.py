@@ -82,7 +82,8 @@ def memory(handle: Any) -> tuple[int, int, int, int]:
     """Bytes predicted and held: of state that is sharded, and of collectives' buffers."""
     state, predicted = handle.loop.state, handle.memory
     replicated = handle.loop.adapter._replica_shards
-    buffers = 0 if replicated is None else sum(4 * b.numel() for b in replicated._gathered)
+    sets = [] if replicated is None else replicated._sets
+    buffers = sum(4 * b.numel() for one in sets for b in one._gathered or ())
     apart = predicted.work_space + predicted.in_the_cluster + predicted.channels
     sharded = predicted.total - apart
     return sharded, held_bytes(state), predicted.in_the_cluster, buffers

@@ -319,7 +319,9 @@ def test_the_place_of_a_plain_run_in_its_data(
     from dsx.engines.deepspeed.synchronous import samples_read
 
     engine = SimpleNamespace(
-        train_micro_batch_size_per_gpu=lambda: micro, dataloader_drop_last=lambda: drops
+        train_micro_batch_size_per_gpu=lambda: micro,
+        dataloader_drop_last=lambda: drops,
+        sequence_parallel_size=1,
     )
     facts: dict[str, Any] = {"dp_world_size": 2, "global_steps": 5, "global_samples": samples}
     facts["config"] = {"train_micro_batch_size_per_gpu": micro}

@@ -40,6 +40,11 @@ OF_FOUR = [
     Kind(family="qwen2", tensor=2, is_sharded=True, overlaps=True),  # and two data-parallel ranks
     Kind(family="qwen3", tensor=2, pipeline=2),
 ]
+WITH_EXPERTS = [
+    Kind(family="mixtral", tensor=2, pipeline=2, experts=4, expert_parallel=2, expert_tensor=1),
+    Kind(family="qwen2_moe", tensor=2, experts=4, expert_parallel=2, is_sharded=True),
+    Kind(family="qwen3_moe", pipeline=2, chunks=2, experts=4, expert_parallel=2),
+]
 OF_TWO = [
     Kind(family="gpt2 tanh", tensor=2),
     Kind(family="llama tied", pipeline=2, chunks=2, is_tied=True),
@@ -94,7 +99,11 @@ def run_kinds(kinds: list[Kind], base: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(8, OF_FOUR), (4, OF_TWO)], ids=["four", "two"])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [(8, OF_FOUR), (8, WITH_EXPERTS), (4, OF_TWO)],
+    ids=["four", "experts", "two"],
+)
 def test_logits_are_megatron_s(ranks: int, kinds: list[Kind], tmp_path: Path) -> None:
     everyone = run_distributed(
         run_kinds, ranks, kinds, str(tmp_path), timeout_seconds=400, engine="megatron"
@@ -138,6 +147,7 @@ def require_weights(found: dict[str, Tensor], kind: Kind, weights: dict[str, Any
     for name, tensor in found.items():
         expected = weights[name.removeprefix("decoder.")]
         if ".linear_fc1." in name and "gpt2" not in kind.family:
-            halves = np.split(expected, 2 * kind.tensor)
+            is_expert = ".experts." in name and kind.expert_tensor is not None
+            halves = np.split(expected, 2 * (kind.expert_tensor if is_expert else kind.tensor))
             expected = np.concatenate(halves[::2] + halves[1::2])
         assert np.array_equal(tensor.numpy(), expected), (kind, name)

@@ -232,24 +232,14 @@ def test_what_is_not_whole_or_not_of_this_form(tmp_path: Path) -> None:
     lacking = {name: w for name, w in held.items() if "1.mlp.linear_fc2" not in name}
     slice_gone = {n: w for n, w in held.items() if n != "output_layer.weight.slice_0"}
     beside = {**held, "decoder.final_layernorm.bias": torch.zeros(8)}
-    later = notes.as_json().replace('"format": 1', '"format": 2')
+    later = notes.as_json().replace('"format": 2', '"format": 3')
     without = with_notes(notes, cuts={})
-    experts = [
-        {**held, name: torch.zeros(4, 4)}
-        for name in (
-            "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight.slice_0",
-            "decoder.layers.1.mlp.experts.weight1",
-            "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight.experts_1",
-        )
-    ]
     cases: list[tuple[str, dict[str, Tensor], ModelNotes | str | None, str]] = [
         ("--hf", lacking, notes, "lacks decoder.layers.1.mlp.linear_fc2.weight and 0 more"),
         ("--hf", beside, notes, "holds decoder.final_layernorm.bias and 0 more weights that a ll"),
         ("--hf", slice_gone, notes, "lacks slices of output_layer.weight: it holds"),
-        *(("--out", held, notes, "which are not put together: use Megatron's") for held in experts),
-        ("--hf", experts[0], notes, "which are not put together: use Megatron's"),
         ("--out", held, None, "and no dsx_megatron.json, which says how they are joined"),
-        ("--out", held, later, "is of format 2, and this dsx reads 1"),
+        ("--out", held, later, "is of format 3, and this dsx reads 1 to 2"),
         ("--out", held, "{", "cannot be read (JSONDecodeError"),
         ("--out", held, '{"format": 1}', "cannot be read (KeyError"),
         (

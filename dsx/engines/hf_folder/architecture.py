@@ -34,10 +34,13 @@ def is_transformers_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
+def architecture_of(
+    config: Mapping[str, Any], path: Path, as_in_files: bool = False
+) -> Architecture:
     """Return what transformers builds of a config.json; ValueError for what it does not know.
 
-    `path` is where the configuration was read, for messages.
+    `path` is where the configuration was read, for messages. `as_in_files`: the names and shapes
+    that weights have in files, in the place of those that are trained.
     """
     transformers: Any = import_module("transformers")
     kind, library = config["model_type"], f"transformers {transformers.__version__}"
@@ -60,7 +63,10 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
         model: Any = transformers.AutoModelForCausalLM.from_config(settings)
     model.tie_weights()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    _require_same_names_in_files(model, shapes, path)
+    saved = _in_files(model, shapes)
+    if as_in_files:
+        shapes = saved
+    _require_same_names_in_files(model, shapes, saved, path)
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -69,18 +75,26 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
     return Architecture(f"{type(model).__name__} of {library}", shapes, tied)
 
 
-def _require_same_names_in_files(
-    model: Any, shapes: Mapping[str, tuple[int, ...]], path: Path
-) -> None:
-    """Refuse models whose weights lie in files otherwise than they are trained.
+def _in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+    """Return the names and shapes that a model's weights have in files.
 
     From version 5 on transformers joins the experts of a mixture as it loads them.
     """
     try:
         loading: Any = import_module("transformers.core_model_loading")
     except ModuleNotFoundError:  # of version 4, which had nothing of the kind
-        return
+        return shapes
     saved: Mapping[str, Any] = loading.revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+
+def _require_same_names_in_files(
+    model: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    saved: Mapping[str, tuple[int, ...]],
+    path: Path,
+) -> None:
+    """Refuse models whose weights lie in files otherwise than they are trained."""
     other = sorted(shapes.keys() - saved.keys())
     if other:
         raise ValueError(

@@ -61,7 +61,7 @@ class FolderOptions:
                 f"--hf {self.out} holds files already, which would be mixed up with these: remove "
                 "it, or give another folder"
             )
-        if self.tokenizer is not None and not _tokenizer_in(self.tokenizer):
+        if self.tokenizer is not None and not tokenizer_in(self.tokenizer):
             raise ValueError(
                 f"--tokenizer {self.tokenizer} holds none of a tokenizer's files "
                 f"({', '.join(TOKENIZER[:2])}, ...); give the folder of tokenizer.save_pretrained"
@@ -91,7 +91,7 @@ def write_folder(
     """
     weights, config, source = _described(model, options, converted)
     tensors = Tensors.of(weights, untrained)
-    architecture = _compare(tensors, config, source, tell)
+    architecture = _compare(tensors, config, source, tell, as_in_files=converted is not None)
     leave = left_out(tensors, architecture, config, source)
     unfinished = options.out.with_name(f"{options.out.name}{UNFINISHED}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -164,16 +164,19 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _compare(
-    tensors: Tensors, config: Mapping[str, Any], path: Path, tell: Tell
+    tensors: Tensors, config: Mapping[str, Any], path: Path, tell: Tell, as_in_files: bool
 ) -> Architecture | None:
-    """Refuse what is not config.json's model, where transformers can be asked for that."""
+    """Refuse what is not config.json's model, where transformers can be asked for that.
+
+    `as_in_files`: weights have the form that they have in files, and not that which is trained.
+    """
     if not is_transformers_installed():
         tell(
             f"not compared with {path}, as transformers is not installed: pip install "
             '"dsx-train[clients]" to have names and shapes checked here'
         )
         return None
-    architecture = architecture_of(config, path)
+    architecture = architecture_of(config, path, as_in_files)
     require_same(tensors, architecture, path)
     tell(f"{len(tensors.shapes)} tensors, all that {architecture.made_by} has")
     return architecture
@@ -185,7 +188,8 @@ def _types(config: Mapping[str, Any], dtype: str) -> dict[str, str]:
     return dict.fromkeys(names or ["torch_dtype"], _TYPES[dtype])  # every version reads the latter
 
 
-def _tokenizer_in(folder: Path) -> list[Path]:
+def tokenizer_in(folder: Path) -> list[Path]:
+    """Return the tokenizer's files in a folder."""
     return [folder / name for name in TOKENIZER if (folder / name).is_file()]
 
 
@@ -194,7 +198,7 @@ def _copy_beside(source: Path, tokenizer: Path | None, out: Path, tell: Tell) ->
     if (source / BESIDE).is_file():
         shutil.copyfile(source / BESIDE, out / BESIDE)
     folder = tokenizer or source
-    files = _tokenizer_in(folder)
+    files = tokenizer_in(folder)
     for file in files:
         shutil.copyfile(file, out / file.name)
     if files:

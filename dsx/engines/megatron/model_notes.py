@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsx.engines.cluster_collectives import gather_objects
-from dsx.engines.megatron.parameters import Parameter, unwrapped
-from dsx.engines.megatron_model.notes import ModelNotes
+from dsx.engines.megatron.parameters import Coordinates, Parameter, unwrapped
+from dsx.engines.megatron_model.experts import ExpertName
+from dsx.engines.megatron_model.notes import ExpertNotes, ModelNotes
 from dsx.engines.settings import plain
 
 
@@ -29,12 +30,17 @@ class NoteTaker:
             )
         self._vocab_size = vocab_size
         self._cuts = _cuts(parameters, self._model.config)
+        self._experts = _experts(chunks)
 
     def take(self) -> ModelNotes:
         """Return the notes of the whole model. Collective in the cluster."""
         cuts: dict[str, tuple[int, int]] = {}
-        for of_rank in gather_objects(self._cuts):
+        kinds: set[str] = set()
+        held: dict[int, list[int]] = {}  # by expert-parallel rank
+        for of_rank, (of_classes, of_experts) in gather_objects((self._cuts, self._experts)):
             cuts |= of_rank
+            kinds |= of_classes
+            held |= of_experts
         model = self._model
         positions: Any = getattr(model, "rotary_pos_emb", None)
         frequencies = getattr(positions, "inv_freq", None)
@@ -56,6 +62,7 @@ class NoteTaker:
             },
             [] if frequencies is None else frequencies.tolist(),
             dict(sorted(cuts.items())),
+            ExpertNotes(sorted(kinds), [held[rank] for rank in sorted(held)]) if held else None,
         )
 
 
@@ -68,12 +75,16 @@ def _settings(config: Any) -> Mapping[str, Any]:
 def _cuts(parameters: Sequence[Parameter], config: Any) -> Mapping[str, tuple[int, int]]:
     """Return how this rank's slices are cut: the dimension, and the runs of the whole in each.
 
-    Not of what nothing marks as cut, as experts may be: an export refuses it.
+    Not of what nothing marks as cut: an export refuses it. Experts are cut by what they are, as
+    not every class marks them.
     """
     is_gated = getattr(config, "gated_linear_unit", False)
     found: dict[str, tuple[int, int]] = {}
     for parameter in parameters:
-        if parameter.is_slice and not parameter.is_tied_copy:
+        if parameter.is_slice and parameter.is_expert:
+            if expert := ExpertName.of(parameter.plain):
+                found[parameter.plain] = expert.cut(is_gated)
+        elif parameter.is_slice and not parameter.is_tied_copy:
             # not every release says so of a gated unit's matrix, whose ranks hold both halves
             is_two = is_gated and ".linear_fc1." in parameter.plain
             runs = 2 if is_two else getattr(parameter.tensor, "partition_stride", 1)
@@ -81,3 +92,19 @@ def _cuts(parameters: Sequence[Parameter], config: Any) -> Mapping[str, tuple[in
             if dimension >= 0:
                 found[parameter.plain] = (dimension, runs)
     return found
+
+
+def _experts(chunks: Sequence[Any]) -> tuple[set[str], Mapping[int, list[int]]]:
+    """Return the classes that hold this rank's experts, and the numbers of these, by its rank.
+
+    The numbers are those of Megatron's layers, which are the same in all of them.
+    """
+    kinds: set[str] = set()
+    held: dict[int, list[int]] = {}
+    rank = Coordinates.read().expert[0]
+    for chunk in chunks:
+        for layer in unwrapped(chunk).modules():
+            if hasattr(layer, "local_expert_indices") and hasattr(layer, "experts"):
+                kinds.add(type(layer.experts).__name__)
+                held[rank] = list(layer.local_expert_indices)
+    return kinds, held

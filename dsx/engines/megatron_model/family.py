@@ -1,29 +1,30 @@
 """Which architecture of Hugging Face a Megatron model is; what none of them has is refused by name.
 
 Learned positions make it a GPT-2, rotary ones a Llama, a Qwen2 (with a bias of queries, keys and
-values) or a Qwen3 (with norms over their heads). Every setting of a TransformerConfig that changes
+values) or a Qwen3 (with norms over their heads); experts a Mixtral, a Qwen3-MoE (with such norms)
+or a Qwen2-MoE (with a shared expert). Every setting of a TransformerConfig that changes
 what a model computes is asked for; those that a release of Megatron does not have are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsx.engines.megatron_model.gpt2 import gpt2_config, gpt2_parts
-from dsx.engines.megatron_model.llama import llama_config, llama_parts
+from dsx.engines.megatron_model.gpt2 import gpt2_config, gpt2_matches
+from dsx.engines.megatron_model.llama import llama_config, llama_matches
+from dsx.engines.megatron_model.mixture import dense_layers
 from dsx.engines.megatron_model.notes import NOTES, ModelNotes
-from dsx.engines.megatron_model.parts import Part
+from dsx.engines.megatron_model.parts import Match
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 _OTHERWISE = "dsx export --out DIR writes the weights under Megatron's names"
 Rules = Mapping[str, tuple[Any, str]]  # to each setting its value, and the flags that give it
 _COMMON: Rules = {
     "multi_latent_attention": (False, "no --multi-latent-attention"),
-    "num_moe_experts": (None, "no --num-experts"),
     "mtp_num_layers": (None, "no --mtp-num-layers"),
     "apply_residual_connection_post_layernorm": (False, "layers as they are by default"),
     "qk_l2_norm": (False, "no --qk-l2-norm"),
@@ -42,6 +43,7 @@ _COMMON: Rules = {
     "use_mup": (False, "no --use-mup"),
 }
 _GPT2: Rules = {
+    "num_moe_experts": (None, "no --num-experts"),
     "normalization": ("LayerNorm", "--normalization LayerNorm"),
     "add_bias_linear": (True, "no --disable-bias-linear"),
     "gated_linear_unit": (False, "no --swiglu"),
@@ -56,18 +58,48 @@ _LLAMA: Rules = {
     "activation": ("silu", "--swiglu"),
     "rotary_percent": (1.0, "--rotary-percent 1.0"),
 }
+_EXPERTS: Rules = {
+    "moe_router_score_function": ("softmax", "--moe-router-score-function softmax"),
+    "moe_router_num_groups": (None, "no --moe-router-num-groups"),
+    "moe_router_group_topk": (None, "no --moe-router-group-topk"),
+    "moe_router_topk_limited_devices": (None, "no --moe-router-topk-limited-devices"),
+    "moe_router_topk_scaling_factor": (None, "no --moe-router-topk-scaling-factor"),
+    "moe_router_enable_expert_bias": (False, "no --moe-router-enable-expert-bias"),
+    "moe_router_force_load_balancing": (False, "no --moe-router-force-load-balancing"),
+    "moe_expert_capacity_factor": (None, "no --moe-expert-capacity-factor"),
+    "moe_apply_probs_on_input": (False, "no --moe-apply-probs-on-input"),
+    "moe_latent_size": (None, "no --moe-latent-size"),
+}
+_NO_BIAS: Rules = {"add_qkv_bias": (False, "no --add-qkv-bias")}
+_OF_KIND: Mapping[str, Rules] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"add_qkv_bias": (False, "no --add-qkv-bias with --qk-layernorm")},
+    "mixtral": {
+        **_EXPERTS,
+        **_NO_BIAS,
+        "moe_router_pre_softmax": (False, "no --moe-router-pre-softmax"),
+    },
+    "qwen2_moe": {
+        **_EXPERTS,
+        "add_qkv_bias": (True, "--add-qkv-bias"),
+        "qk_layernorm": (False, "no --qk-layernorm"),
+        "moe_shared_expert_gate": (True, "--moe-shared-expert-gate"),
+    },
+    "qwen3_moe": {**_EXPERTS, **_NO_BIAS},
+}
 
 
 @dataclass(frozen=True)
 class Family:
     """An architecture: its model_type, its config.json, and how each of its weights is made.
 
-    `parts` is given the names that the run holds.
+    `matches` is given the names that the run holds.
     """
 
     kind: str
     config: dict[str, Any]
-    parts: Callable[[Collection[str]], dict[str, Part]]
+    matches: Callable[[Collection[str]], Iterator[Match]]
 
 
 def family_of(notes: ModelNotes, where: Path) -> Family:
@@ -88,22 +120,36 @@ def family_of(notes: ModelNotes, where: Path) -> Family:
     if notes.positions == "learned_absolute":
         rules = {**_COMMON, **_GPT2, **_whole_heads(given, is_grouped=False)}
         _require(given, rules, "gpt2", where)
-        return Family("gpt2", gpt2_config(notes), partial(gpt2_parts, notes))
+        return Family("gpt2", gpt2_config(notes), partial(gpt2_matches, notes))
     if notes.positions != "rope":
         raise ValueError(
             f"{where / NOTES}: position_embedding_type={notes.positions!r} of Megatron has no form "
             f"in {', '.join(FAMILIES)} of Hugging Face's transformers, which have "
             f"'learned_absolute' and 'rope'; {_OTHERWISE}"
         )
-    has_bias, has_norms = given.get("add_qkv_bias"), given.get("qk_layernorm")
-    kind = "qwen3" if has_norms else "qwen2" if has_bias else "llama"
-    rules = {**_COMMON, **_LLAMA}
-    if kind == "qwen3":
-        rules["add_qkv_bias"] = (False, "no --add-qkv-bias with --qk-layernorm")
-    if kind == "qwen2":
+    kind = _kind(given)
+    rules = {**_COMMON, **_LLAMA, **_OF_KIND[kind]}
+    if kind in ("qwen2", "qwen2_moe"):
         rules |= _whole_heads(given, is_grouped=True)
+    if "sinkhorn" in given.get("moe_router_load_balancing_type", ""):
+        rules["moe_router_load_balancing_type"] = ("aux_loss", "a loss that balances, or none")
+    if kind == "mixtral" and (dense := dense_layers(notes)):
+        raise ValueError(
+            f"{where / NOTES}: layers {dense} have no experts, and all layers of a mixtral of "
+            f"Hugging Face's transformers have (--moe-layer-freq 1); {_OTHERWISE}"
+        )
     _require(given, rules, kind, where)
-    return Family(kind, llama_config(notes, kind, where), partial(llama_parts, notes))
+    return Family(kind, llama_config(notes, kind, where), partial(llama_matches, notes, kind))
+
+
+def _kind(given: Mapping[str, Any]) -> str:
+    """Return the model_type of a model of rotary positions."""
+    has_bias, has_norms = given.get("add_qkv_bias"), given.get("qk_layernorm")
+    if given.get("num_moe_experts") is None:
+        return "qwen3" if has_norms else "qwen2" if has_bias else "llama"
+    if given.get("moe_shared_expert_intermediate_size") is not None:
+        return "qwen2_moe"
+    return "qwen3_moe" if has_norms else "mixtral"
 
 
 def _whole_heads(given: Mapping[str, Any], is_grouped: bool) -> Rules:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from dsx.engines.megatron_model.notes import ModelNotes
-from dsx.engines.megatron_model.parts import Part, Sizes, joined_rows, norm_name
+from dsx.engines.megatron_model.parts import Match, Sizes, norm_name
 
 
 def gpt2_config(notes: ModelNotes) -> dict[str, Any]:
@@ -39,48 +39,48 @@ def gpt2_config(notes: ModelNotes) -> dict[str, Any]:
     }
 
 
-def gpt2_parts(notes: ModelNotes, held: Collection[str]) -> dict[str, Part]:
-    """Return how each weight is made, by its name, in the model's order."""
+def gpt2_matches(notes: ModelNotes, held: Collection[str]) -> Iterator[Match]:
+    """Yield every weight of Megatron's with those of Hugging Face, in the model's order."""
     sizes = Sizes.of(notes)
-    table = (sizes.vocab, sizes.hidden)
-    found = {
-        "transformer.wte.weight": Part("embedding.word_embeddings.weight", table, sizes.vocabulary),
-        "transformer.wpe.weight": Part(
-            "embedding.position_embeddings.weight", (notes.max_length, sizes.hidden)
-        ),
-    }
+    yield sizes.table("embedding.word_embeddings.weight", "transformer.wte.weight")
+    positions = {"transformer.wpe.weight": (notes.max_length, sizes.hidden)}
+    yield Match("embedding.position_embeddings.weight", positions)
     for layer in range(sizes.layers):
-        parts = _layer(sizes, f"decoder.layers.{layer}.", held)
-        found |= {f"transformer.h.{layer}.{name}": part for name, part in parts}
-    found["transformer.ln_f.weight"] = sizes.gain("decoder.final_layernorm.weight")
-    found["transformer.ln_f.bias"] = Part("decoder.final_layernorm.bias", (sizes.hidden,))
+        yield from _layer(sizes, f"decoder.layers.{layer}.", f"transformer.h.{layer}.", held)
+    yield sizes.gain("decoder.final_layernorm.weight", "transformer.ln_f.weight")
+    yield Match("decoder.final_layernorm.bias", {"transformer.ln_f.bias": (sizes.hidden,)})
     if not notes.is_tied:
-        found["lm_head.weight"] = Part("output_layer.weight", table, sizes.vocabulary)
-    return found
+        yield sizes.table("output_layer.weight", "lm_head.weight")
 
 
-def _layer(sizes: Sizes, layer: str, held: Collection[str]) -> Iterator[tuple[str, Part]]:
+def _layer(sizes: Sizes, layer: str, ours: str, held: Collection[str]) -> Iterator[Match]:
     hidden, ffn = sizes.hidden, sizes.ffn
     attention, mlp = f"{layer}self_attention.", f"{layer}mlp."
+    qkv = f"{attention}linear_qkv"
 
-    def norm(ours: str, apart: str, inside: str) -> Iterator[tuple[str, Part]]:
+    def norm(name: str, apart: str, inside: str) -> Iterator[Match]:
         gain, bias = (norm_name(held, layer + apart, inside, w) for w in ("weight", "bias"))
-        yield f"{ours}.weight", sizes.gain(gain)
-        yield f"{ours}.bias", Part(bias, (hidden,))
+        yield sizes.gain(gain, f"{ours}{name}.weight")
+        yield Match(bias, {f"{ours}{name}.bias": (hidden,)})
 
-    def linear(ours: str, theirs: str, columns: int, rows: int) -> Iterator[tuple[str, Part]]:
-        yield f"{ours}.weight", Part(f"{theirs}.weight", (columns, rows), Tensor.t)
-        yield f"{ours}.bias", Part(f"{theirs}.bias", (rows,))
+    def linear(name: str, theirs: str, columns: int, rows: int) -> Iterator[Match]:
+        shape = {f"{ours}{name}.weight": (columns, rows)}
+        yield Match(f"{theirs}.weight", shape, lambda w: [w.t()], lambda parts: parts[0].t())
+        yield Match(f"{theirs}.bias", {f"{ours}{name}.bias": (rows,)})
 
-    def apart(whole: Tensor) -> Tensor:
-        return joined_rows(sizes.split(whole))
-
-    yield from norm("ln_1", "input_layernorm", f"{attention}linear_qkv")
-    yield (
-        "attn.c_attn.weight",
-        Part(f"{attention}linear_qkv.weight", (hidden, 3 * hidden), lambda w: apart(w).t()),
+    yield from norm("ln_1", "input_layernorm", qkv)
+    yield Match(
+        f"{qkv}.weight",
+        {f"{ours}attn.c_attn.weight": (hidden, 3 * hidden)},
+        lambda whole: [torch.cat(sizes.split(whole)).t()],
+        lambda parts: sizes.interleave(parts[0].t().chunk(3)),
     )
-    yield "attn.c_attn.bias", Part(f"{attention}linear_qkv.bias", (3 * hidden,), apart)
+    yield Match(
+        f"{qkv}.bias",
+        {f"{ours}attn.c_attn.bias": (3 * hidden,)},
+        lambda whole: [torch.cat(sizes.split(whole))],
+        lambda parts: sizes.interleave(parts[0].chunk(3)),
+    )
     yield from linear("attn.c_proj", f"{attention}linear_proj", hidden, hidden)
     yield from norm("ln_2", "pre_mlp_layernorm", f"{mlp}linear_fc1")
     yield from linear("mlp.c_fc", f"{mlp}linear_fc1", hidden, ffn)

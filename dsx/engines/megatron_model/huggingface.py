@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsx.engines.megatron_model.family import family_of
 from dsx.engines.megatron_model.joined import JoinedModel
+from dsx.engines.megatron_model.parts import parts_of
 
 
 class HuggingFaceModel:
@@ -29,8 +30,8 @@ class HuggingFaceModel:
         self.config = self._family.config
         self.aliases: Mapping[str, str] = {}
         self.copies: Mapping[str, str] = {}
-        self.parameters = self._family.parts(joined.parameters)
-        wanted = {part.source for part in self.parameters.values()}
+        self.parameters = parts_of(list(self._family.matches(joined.parameters)))
+        wanted = {part.match.source for part in self.parameters.values()}
         lacking = sorted(wanted - joined.parameters.keys())
         if lacking:
             raise ValueError(
@@ -49,7 +50,8 @@ class HuggingFaceModel:
     def tensor(self, name: str) -> Tensor:
         """Return one weight, fp32."""
         part = self.parameters[name]
-        if self._last is None or self._last[0] != part.source:
+        source = part.match.source
+        if self._last is None or self._last[0] != source:
             self._last = None  # before the next is read
-            self._last = part.source, self._joined.tensor(part.source)
-        return part.take(self._last[1])
+            self._last = source, self._joined.tensor(source)
+        return part.match.split(self._last[1])[part.index]

@@ -1,24 +1,28 @@
 """Llama of Hugging Face and its relatives: rotary positions, RMS norms, SwiGLU, grouped queries.
 
-Qwen2 adds a bias to queries, keys and values, Qwen3 a norm over each head of queries and keys.
+Qwen2 adds a bias to queries, keys and values, Qwen3 a norm over each head of queries and keys;
+Mixtral and the Qwens of experts have these in the place of the MLP (mixture.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from dsx.engines.megatron_model.mixture import dense_layers, mixture, mixture_config, mlp
 from dsx.engines.megatron_model.notes import NOTES, ModelNotes
-from dsx.engines.megatron_model.parts import Part, Sizes, norm_name
+from dsx.engines.megatron_model.parts import Match, Sizes, norm_name
 
 _LLAMA_3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
 
 
 def llama_config(notes: ModelNotes, kind: str, where: Path) -> dict[str, Any]:
@@ -47,24 +51,27 @@ def llama_config(notes: ModelNotes, kind: str, where: Path) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind != "qwen2":  # which has a bias and no say over the size of a head
+    if kind not in ("qwen2", "qwen2_moe"):  # which have a bias and no say over the size of a head
         found |= {"head_dim": sizes.head, "attention_bias": False}
-    return found
+    return found | mixture_config(notes, kind)
 
 
-def llama_parts(notes: ModelNotes, held: Collection[str]) -> dict[str, Part]:
-    """Return how each weight is made, by its name, in the model's order."""
-    sizes = Sizes.of(notes)
-    table = (sizes.vocab, sizes.hidden)
-    source = "embedding.word_embeddings.weight"
-    found = {"model.embed_tokens.weight": Part(source, table, sizes.vocabulary)}
+def llama_matches(notes: ModelNotes, kind: str, held: Collection[str]) -> Iterator[Match]:
+    """Yield every weight of Megatron's with those of Hugging Face, in the model's order."""
+    sizes, dense = Sizes.of(notes), dense_layers(notes)
+    yield sizes.table("embedding.word_embeddings.weight", "model.embed_tokens.weight")
     for layer in range(sizes.layers):
-        parts = _layer(notes, sizes, f"decoder.layers.{layer}.", held)
-        found |= {f"model.layers.{layer}.{name}": part for name, part in parts}
-    found["model.norm.weight"] = sizes.gain("decoder.final_layernorm.weight")
+        theirs, ours = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield from _attention(notes, sizes, theirs, ours, held)
+        gain = norm_name(held, f"{theirs}pre_mlp_layernorm", f"{theirs}mlp.linear_fc1", "weight")
+        yield sizes.gain(gain, f"{ours}post_attention_layernorm.weight")
+        if layer in dense:
+            yield from mlp(f"{theirs}mlp.", f"{ours}mlp.", sizes.ffn, sizes.hidden)
+        else:
+            yield from mixture(notes, kind, theirs, ours)
+    yield sizes.gain("decoder.final_layernorm.weight", "model.norm.weight")
     if not notes.is_tied:
-        found["lm_head.weight"] = Part("output_layer.weight", table, sizes.vocabulary)
-    return found
+        yield sizes.table("output_layer.weight", "lm_head.weight")
 
 
 def rotary_scaling(notes: ModelNotes, where: Path) -> dict[str, Any] | None:
@@ -73,8 +80,7 @@ def rotary_scaling(notes: ModelNotes, where: Path) -> dict[str, Any] | None:
     Megatron's own frequencies are in the notes, and have to be those that result; ValueError if
     they are not.
     """
-    count = len(notes.frequencies)
-    plain = [float(notes.rotary["base"]) ** (-index / count) for index in range(count)]
+    plain = plain_frequencies(notes.rotary["base"], len(notes.frequencies))
     scaling = None
     interpolation = notes.rotary["interpolation"]
     if interpolation is not None:  # of positions, beside the frequencies
@@ -82,7 +88,7 @@ def rotary_scaling(notes: ModelNotes, where: Path) -> dict[str, Any] | None:
     if notes.rotary["is_scaled"] and not _are_close(plain, notes.frequencies):
         factor = round(plain[-1] / notes.frequencies[-1], 3)
         scaled = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
-        plain = [_of_llama_3(frequency, factor) for frequency in plain]
+        plain = [of_llama_3(frequency, factor) for frequency in plain]
         scaling = scaled if scaling is None else {}
     if not _are_close(plain, notes.frequencies) or scaling == {}:
         raise ValueError(
@@ -94,7 +100,12 @@ def rotary_scaling(notes: ModelNotes, where: Path) -> dict[str, Any] | None:
     return scaling
 
 
-def _of_llama_3(frequency: float, factor: float) -> float:
+def plain_frequencies(base: float, count: int) -> list[float]:
+    """Return rotary positions' frequencies, of half a head's size."""
+    return [float(base) ** (-index / count) for index in range(count)]
+
+
+def of_llama_3(frequency: float, factor: float) -> float:
     """Return a frequency as Llama 3 scales it: long waves by the factor, short ones not."""
     low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
     turns = _LLAMA_3["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -107,42 +118,28 @@ def _are_close(a: list[float], b: list[float]) -> bool:
     return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-5) for x, y in pairs)
 
 
-def _layer(
-    notes: ModelNotes, sizes: Sizes, layer: str, held: Collection[str]
-) -> Iterator[tuple[str, Part]]:
-    hidden, ffn = sizes.hidden, sizes.ffn
-    attention, mlp = f"{layer}self_attention.", f"{layer}mlp."
-    qkv, fc1 = f"{attention}linear_qkv", f"{mlp}linear_fc1"
-    rows = (sizes.queries, sizes.keys, sizes.keys)
+def _attention(
+    notes: ModelNotes, sizes: Sizes, layer: str, ours: str, held: Collection[str]
+) -> Iterator[Match]:
+    attention, given = f"{layer}self_attention.", notes.transformer
+    qkv, hidden = f"{attention}linear_qkv", sizes.hidden
+    rows = {"q": sizes.queries, "k": sizes.keys, "v": sizes.keys}
 
-    def third(index: int) -> Callable[[Tensor], Tensor]:
-        def take(whole: Tensor) -> Tensor:
-            return sizes.split(whole)[index]
-
-        return take
-
-    def half(index: int) -> Callable[[Tensor], Tensor]:
-        def take(whole: Tensor) -> Tensor:
-            return whole.chunk(2)[index]
-
-        return take
+    def three(what: str, *columns: int) -> Match:
+        shapes = {
+            f"{ours}self_attn.{letter}_proj.{what}": (count, *columns)
+            for letter, count in rows.items()
+        }
+        return Match(f"{qkv}.{what}", shapes, sizes.split, sizes.interleave)
 
     gain = norm_name(held, f"{layer}input_layernorm", qkv, "weight")
-    yield "input_layernorm.weight", sizes.gain(gain)
-    for index, (letter, count) in enumerate(zip("qkv", rows, strict=True)):
-        part = Part(f"{qkv}.weight", (count, hidden), third(index))
-        yield f"self_attn.{letter}_proj.weight", part
-    for index, (letter, count) in enumerate(zip("qkv", rows, strict=True)):
-        if notes.transformer.get("add_qkv_bias"):
-            yield f"self_attn.{letter}_proj.bias", Part(f"{qkv}.bias", (count,), third(index))
-    if notes.transformer.get("qk_layernorm"):
+    yield sizes.gain(gain, f"{ours}input_layernorm.weight")
+    yield three("weight", hidden)
+    if given.get("add_qkv_bias"):
+        yield three("bias")
+    if given.get("qk_layernorm"):
         for letter in "qk":
             name = f"{attention}{letter}_layernorm.weight"
-            yield f"self_attn.{letter}_norm.weight", sizes.gain_of(name, sizes.head)
-    projection = (hidden, sizes.queries)
-    yield "self_attn.o_proj.weight", Part(f"{attention}linear_proj.weight", projection)
-    gain = norm_name(held, f"{layer}pre_mlp_layernorm", fc1, "weight")
-    yield "post_attention_layernorm.weight", sizes.gain(gain)
-    yield "mlp.gate_proj.weight", Part(f"{fc1}.weight", (ffn, hidden), half(0))
-    yield "mlp.up_proj.weight", Part(f"{fc1}.weight", (ffn, hidden), half(1))
-    yield "mlp.down_proj.weight", Part(f"{mlp}linear_fc2.weight", (hidden, ffn))
+            yield sizes.gain(name, f"{ours}self_attn.{letter}_norm.weight", sizes.head)
+    projection = {f"{ours}self_attn.o_proj.weight": (hidden, sizes.queries)}
+    yield Match(f"{attention}linear_proj.weight", projection)
