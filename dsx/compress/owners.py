@@ -18,7 +18,7 @@ import numpy as np
 from dsx.compress.slices import Rounds, Sizes, to_all_round, to_owners_round
 
 if TYPE_CHECKING:
-    from dsx.compress.wire.base import Wire
+    from dsx.compress.wire.base import Kernels, Wire
     from dsx.core.types import Slot
 
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
@@ -112,7 +112,11 @@ class FactorBytes(NamedTuple):
 
 
 def factor_bytes(
-    matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int, first: int
+    matrices: tuple[tuple[int, int, int], ...],
+    wire: Wire,
+    num_clusters: int,
+    first: int,
+    kernels: Kernels = "auto",
 ) -> FactorBytes:
     """Return what factors of matrices `(m, n, largest rank)` take, warm starts apart."""
     by_matrix = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, first)
@@ -134,7 +138,7 @@ def factor_bytes(
             "codes of p": 4 * rank * m, "codes of q": 4 * rank * n,
             "scaled": 4 * max(rows * m, rank * n),
         }  # fmt: skip
-        for role, size in (*needed.items(), *wire.work(max(rows * m, rank * n)).items()):
+        for role, size in (*needed.items(), *wire.work(max(rows * m, rank * n), kernels).items()):
             work[role] = max(work.get(role, 0), size)
     return FactorBytes(num_bytes, work, sums)
 
