@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 from dsx.compress.wire.group_format import GroupFormat, largest_scale
 
@@ -26,7 +24,7 @@ KINDS = ("int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary", "3bit", "2bit
 class Form(ctypes.Structure):
     """What the kernels need to know of a format: `Form` of form.h."""
 
-    _fields_: Sequence[tuple[str, Any]] = (
+    _fields_ = (
         ("kind", c_int32),
         ("group_size", c_int32),
         ("is_stochastic", c_int32),
