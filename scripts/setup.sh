@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 wanted=${PYTHON:-any}
+kernels=$(cat dsx/compress/wire/native/*.[ch] | cksum)
 fail() { echo "setup: $*" >&2; exit 1; }
 
 find_python() {
@@ -33,6 +34,12 @@ stamp="$({ sed '/^\[tool\./,$d' pyproject.toml; cat scripts/constraints.txt scri
 built_for=$(cat .venv/built_for 2>/dev/null || true)
 if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null &&
     { [ "$wanted" = any ] || [ "$wanted" = "$built_for" ]; }; then
+    if [ "$(cat .venv/kernels 2>/dev/null)" != "$kernels" ]; then
+        echo "setup: building the C kernels"
+        install=(.venv/bin/pip install --quiet --no-deps --editable .)
+        "${install[@]}" --no-build-isolation || "${install[@]}" || fail "could not install dsx anew"
+        echo "$kernels" > .venv/kernels
+    fi
     exit 0
 fi
 
@@ -65,6 +72,7 @@ if [ ! -e .venv/bin/deepspeed ]; then  # the own Python's DeepSpeed, whose comma
         > .venv/bin/deepspeed
     chmod +x .venv/bin/deepspeed
 fi
+echo "$kernels" > .venv/kernels
 echo "$wanted" > .venv/built_for
 echo "$stamp" > .venv/ready
 echo "setup: .venv is ready"

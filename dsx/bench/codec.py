@@ -24,6 +24,7 @@ from torch import Tensor
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.compress.wire.compiled import unavailable
 from dsx.compress.wire.formats import FORMATS, GROUP_SIZES, Int8
+from dsx.compress.wire.kernel_choice import is_native
 from dsx.core.checks import require_choice
 from dsx.core.progress import SOON, Progress, as_count
 
@@ -223,9 +224,11 @@ def _measure(
 
 
 def _kernels(kernels: Kernels, device: str) -> Kernels:
-    """Resolve "auto": here it compiles vectors of any length, wherever that is possible."""
+    """Resolve "auto": without native kernels vectors of any length are compiled, where possible."""
     if kernels != "auto":
         return kernels
+    if device == "cpu" and is_native(kernels):
+        return "native"
     problem = unavailable(device)
     if problem is None:
         return "compiled"

@@ -58,7 +58,7 @@ def codec(
     kernels: Annotated[
         str,
         typer.Option(
-            metavar="auto|compiled|eager", help="auto: compiled where possible, else eager."
+            metavar="auto|native|compiled|eager", help="auto: the first of them that is there."
         ),
     ] = "auto",
     group_size: Annotated[

@@ -39,7 +39,6 @@ from dsx.compress.quantized import (
     NARROW,
     Feedback,
     Quantized,
-    residual_formats,
     small_bytes,
     small_work,
 )
@@ -218,18 +217,14 @@ class LowRank(Quantized):
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
         factors = factor_bytes(
-            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id
+            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id, self.kernels
         )
         runs = [*runs_of(taken), *runs_of(rest)]
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
             work += self.coded_work(runs_of(taken))
         else:
-            work += [
-                kind.work(b - a)
-                for kind in residual_formats(self.error_feedback)
-                for a, b in runs_of(taken)
-            ]
+            work += self.storage_work(runs_of(taken))
         work.append(small_work(fragment, self.small_wire))
         beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
         coded = self.message_bytes(runs, num_clusters)

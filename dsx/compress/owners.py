@@ -22,7 +22,7 @@ from dsx.compress.slices import RECEIVED, SENT, Rounds, Sizes, to_all_round, to_
 from dsx.compress.wire.formats import FORMATS
 
 if TYPE_CHECKING:
-    from dsx.compress.wire.base import Wire
+    from dsx.compress.wire.base import Kernels, Wire
     from dsx.core.types import Slot
 
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
@@ -157,7 +157,9 @@ class FactorBytes(NamedTuple):
     sums: Sizes
 
 
-def factor_bytes(matrices: Matrices, wire: Wire, num_clusters: int, first: int) -> FactorBytes:
+def factor_bytes(
+    matrices: Matrices, wire: Wire, num_clusters: int, first: int, kernels: Kernels = "auto"
+) -> FactorBytes:
     """Return what the matrices `(m, n, largest rank)` of a channel take, warm starts apart."""
     by_matrix = factor_owners(matrices, num_clusters, first)
     num_bytes, sums = (np.zeros(num_clusters, dtype=np.int64) for _ in range(2))
@@ -185,7 +187,7 @@ def factor_bytes(matrices: Matrices, wire: Wire, num_clusters: int, first: int) 
             "codes of p": 4 * rank * m, "codes of q": 4 * rank * n, "scaled": 4 * most,
         }  # fmt: skip
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
-        codecs = [item for each in formats for item in each.work(most).items()]
+        codecs = [item for each in formats for item in each.work(most, kernels).items()]
         for role, size in (*needed.items(), *codecs):
             work[role] = max(work.get(role, 0), size)
     return FactorBytes(num_bytes, work, sums)

@@ -72,8 +72,9 @@ class Quantized(Compressor):
     more; null: as `error_feedback`, and where that is none, in fp32 for a `mean_wire` of 3 bits or
     fewer."""
     kernels: Kernels = "auto"
-    """How codes are computed: by a compiled kernel where it pays (auto), always by one, or by plain
-    tensor operations (eager)."""
+    """How codes are computed: by the C kernels of the installation (native), by kernels that
+    torch.compile makes at the first transfer (compiled), or by plain tensor operations (eager);
+    auto: the first of these that is there, compiled ones for 16 Mi elements or more."""
 
     encodes_at_launch = True
 
@@ -242,14 +243,22 @@ class Quantized(Compressor):
     ) -> list[Mapping[str, int]]:
         """Return what the codecs of runs work in; of what is sent, maybe only to decode it."""
         own = [
-            decoding_work(self.up, b - a) if only_decodes else self.up.work(b - a) for a, b in runs
+            decoding_work(self.up, b - a, self.kernels)
+            if only_decodes
+            else self.up.work(b - a, self.kernels)
+            for a, b in runs
         ]
-        means = [form.work(b - a) for a, b in runs for form in (self.down, *self._stored())]
-        return [*own, *means]
+        means = [self.down.work(b - a, self.kernels) for a, b in runs]
+        return [*own, *means, *self.storage_work(runs)]
 
     def encoder_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
         """Return what those work in that encode runs, with what residuals are stored by."""
-        return [form.work(b - a) for a, b in runs for form in (self.up, *self._stored())]
+        own = [self.up.work(b - a, self.kernels) for a, b in runs]
+        return [*own, *self.storage_work(runs)]
+
+    def storage_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
+        """Return what those work in that store the residuals of runs."""
+        return [form.work(b - a) for a, b in runs for form in residual_formats(self.error_feedback)]
 
     def mean_bounds(
         self, numel: int, num_clusters: int, num_slices: int | None = None
@@ -258,9 +267,6 @@ class Quantized(Compressor):
         if self.down.is_exact:
             return [(0, 0)] * num_clusters
         return mean_bounds(numel, self.up, self.down, num_clusters, num_slices)
-
-    def _stored(self) -> list[Wire]:
-        return residual_formats(self.error_feedback)
 
     def _format(self, name: WireName) -> Wire:
         kind: Any = FORMATS[name]

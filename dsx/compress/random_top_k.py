@@ -280,15 +280,15 @@ class PickedFormat:
         places = -(-numel // 8) if self.has_bit_mask(numel) else -(-3 * kept // 2)
         return places, self.values.num_bytes(kept)
 
-    def work(self, numel: int) -> dict[str, int]:
+    def work(self, numel: int, kernels: Kernels = "auto") -> dict[str, int]:
         """Return what the codec works in, by role: magnitudes, places, and what decoding takes."""
         encoding = {"magnitudes": 4 * numel, "places": 8 * self.num_kept(numel)}
-        return encoding | self.decoder_work(numel)
+        return encoding | self.decoder_work(numel, kernels)
 
-    def decoder_work(self, numel: int) -> dict[str, int]:
+    def decoder_work(self, numel: int, kernels: Kernels = "auto") -> dict[str, int]:
         """Return what the codec works in where it decodes alone: values, and int4's."""
         kept = self.num_kept(numel)
-        return {"kept": 4 * kept, **self.values.work(kept)}
+        return {"kept": 4 * kept, **self.values.work(kept, kernels)}
 
     def codec(
         self,

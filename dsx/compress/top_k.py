@@ -178,7 +178,7 @@ class SparseFormat:
         kept = self.num_kept(numel)
         return -(-3 * kept // 2), -(-kept // 4), 2 * -(-numel // self.chunk)
 
-    def work(self, numel: int) -> Mapping[str, int]:
+    def work(self, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
         """Return what the codec works in, by role: what is kept, and the scales."""
         kept = self.num_kept(numel)
         sections = {"indices": 8 * kept, "kept": 4 * kept, "codes of entries": kept}

@@ -14,7 +14,8 @@ from dsx.compress.chunks import ChunkCodec, pack_indices, unpack_indices
 from dsx.compress.coded_runs import CodedRun, CodedRuns, SmallPart
 from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.base import Kernels
-from dsx.compress.wire.mean_kernels import MIN_SCALE, largest_scale
+from dsx.compress.wire.group_format import largest_scale
+from dsx.compress.wire.mean_kernels import MIN_SCALE
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.checks import require_choice
 from dsx.core.exchange import Exchange

@@ -29,7 +29,7 @@ def test_images_are_made_of_what_a_checkout_has(kind: str) -> None:
     allowed = {"FROM", "ARG", "RUN", "COPY", "ENV", "WORKDIR", "CMD"}
     assert {first for first, *_ in words} <= allowed and words[0][0] == "FROM"
     copied = [line[1] for line in words if line[0] == "COPY"]
-    assert copied == ["dist/dsx_train-${VERSION}-py3-none-any.whl", "configs/launch/node.sh"]
+    assert copied == ["dist/dsx_train-${VERSION}-cp310-abi3-linux_*.whl", "configs/launch/node.sh"]
     assert ["ARG", "VERSION"] in words[: words.index(["COPY", copied[0], "/tmp/"])]
     assert (ROOT / copied[1]).is_file()
     extras = re.search(
@@ -61,7 +61,9 @@ def test_the_image_for_cpus_is_built_and_runs(tmp_path: Path) -> None:
     subprocess.run(wheel, check=True)
     shutil.copytree(LAUNCH, tmp_path / "configs" / "launch")
     file, tag = "configs/launch/docker/cpu.Dockerfile", "dsx-test:cpu"
-    (tmp_path / "dist" / "dsx_train-0.0.1-py3-none-any.whl").write_bytes(b"of another build")
+    (tmp_path / "dist" / "dsx_train-0.0.1-cp310-abi3-linux_x86_64.whl").write_bytes(
+        b"of another build"
+    )
     version = ["--build-arg", f"VERSION={dsx.__version__}"]
     subprocess.run([tool, "build", "-f", file, "-t", tag, *version, "."], cwd=tmp_path, check=True)
     if tool == "buildah":

@@ -24,8 +24,9 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
-NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info")
+NOT_SOURCE = ("*.so", ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info")
 NOT_SOURCE += ("build", "dist", "data", "runs", "site")
+KERNELS = "kernels.c", "loops.h", "form.h"
 SHORT = ["--hidden", "64", "--sequence-length", "16", "--validation-batches", "1", "--steps", "6"]
 
 
@@ -47,7 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     def left_out(directory: str, names: list[str]) -> set[str]:
         is_package = Path(directory).is_relative_to(ROOT / "dsx")  # which has a data of its own
-        ignored = shutil.ignore_patterns(*NOT_SOURCE[:6] if is_package else NOT_SOURCE)
+        ignored = shutil.ignore_patterns(*NOT_SOURCE[:7] if is_package else NOT_SOURCE)
         return ignored(directory, names)
 
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
@@ -61,6 +62,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: dict[str, Path]) -
     metadata = f"dsx_train-{dsx.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"dsx", "megatron_patches", metadata}
     assert {"dsx/py.typed", "dsx/examples/quickstart.json"} <= set(names)
+    assert "dsx/compress/wire/native/kernels.abi3.so" in names  # for every Python
+    assert built["wheel"].name.split("-")[2:4] == ["cp310", "abi3"]
     in_tree = {str(file.relative_to(ROOT)) for file in (ROOT / "dsx").rglob("*.py")}
     assert in_tree == {name for name in names if name.startswith("dsx/") and name.endswith(".py")}
 
@@ -70,8 +73,28 @@ def test_the_sdist_holds_what_tests_and_documentation_need(built: dict[str, Path
         names = {name.partition("/")[2] for name in archive.getnames()}
     for wanted in ("tests/conftest.py", "tests/golden/diloco.json", "configs/quickstart.json",
                    "docs/index.md", "scripts/quickstart.sh", "README.md", "CHANGELOG.md",
-                   "mkdocs.yml", ".ci/run", "LICENSE"):  # fmt: skip
+                   "mkdocs.yml", ".ci/run", "LICENSE",
+                   *(f"dsx/compress/wire/native/{name}" for name in KERNELS)):  # fmt: skip
         assert wanted in names, wanted
+
+
+def test_an_installation_without_a_compiler_goes_without_native_kernels(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "/nonexistent/cc")
+        run([*install, "--no-build-isolation", built["sdist"]], tmp_path)
+    assert not [*target.rglob("*.so")]
+    code = (
+        "import dsx; from dsx.compress.wire.native import library; "
+        "print(dsx.__file__, library.unavailable())"
+    )
+    printed = run([sys.executable, "-c", code], target)
+    place, _, why = printed.partition(" ")
+    assert place == str(target / "dsx" / "__init__.py")
+    assert why == "they were not built, as no C compiler was there at installation\n"
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
@@ -89,6 +112,8 @@ def test_the_quickstart_runs_from_an_installation(
     command = tmp_path / "venv" / "bin" / "dsx"
     assert run([command, "--version"], tmp_path) == f"dsx {dsx.__version__}\n"
     where = run([python, "-c", "import dsx; print(dsx.__file__)"], tmp_path)
+    missing = "from dsx.compress.wire.native import library; print(library.unavailable())"
+    assert run([python, "-c", missing], tmp_path) == "None\n"
     assert where.strip() == str(packages / "dsx" / "__init__.py")
     with the_default_port():
         printed = run([command, "quickstart", *SHORT], tmp_path)

@@ -10,8 +10,8 @@ RUN apt-get update \
 RUN pip install --no-cache-dir "torch>=2.6" --index-url https://download.pytorch.org/whl/cpu
 # That of one version: dist/ may hold wheels of others
 ARG VERSION
-COPY dist/dsx_train-${VERSION}-py3-none-any.whl /tmp/
-RUN wheel=/tmp/dsx_train-${VERSION}-py3-none-any.whl \
+COPY dist/dsx_train-${VERSION}-cp310-abi3-linux_*.whl /tmp/
+RUN wheel=$(ls /tmp/dsx_train-${VERSION}-cp310-abi3-linux_$(uname -m).whl) \
     && pip install --no-cache-dir "dsx-train[deepspeed,data,links] @ file://$wheel" \
     && rm "$wheel"
 COPY configs/launch/node.sh /usr/local/bin/dsx-node

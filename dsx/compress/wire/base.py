@@ -6,7 +6,7 @@ up to its length: whoever decodes it knows the format and the number of elements
 
 Invariants: a decoded value is a grid's number times a scale with at most one rounding, so every
 platform and all kernels decode the same bits. Encoders may differ from one platform to the next; of
-one platform they do not, compiled or eager. Non-finite input must be refused by the caller.
+one platform they do not, whatever the kernels. Non-finite input must be refused by the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what only plans is started without torch
     from dsx.core.buffers import Buffers
 
 TILE = 2**17  # elements that kernels work on at a time, where they are not compiled
-Kernels = Literal["auto", "compiled", "eager"]
+Kernels = Literal["auto", "native", "compiled", "eager"]
 Rounding = Literal["nearest", "stochastic"]
 
 
@@ -52,8 +52,11 @@ class Wire(Protocol):
         """Return the exact size of a message of `numel` >= 0 elements."""
         ...
 
-    def work(self, numel: int) -> Mapping[str, int]:
-        """Return the bytes of what a codec for `numel` elements works in, by role."""
+    def work(self, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
+        """Return the bytes of what a codec for `numel` elements works in, by role, on the CPU.
+
+        With the kernels that it would have on this machine: native ones work in nothing.
+        """
         ...
 
     def codec(
@@ -66,7 +69,7 @@ class Wire(Protocol):
         """Return a codec for vectors of up to `numel` elements on `device`.
 
         It works in `buffers`, with all others that the same thread uses. Raises RuntimeError if
-        `kernels` is "compiled" and kernels cannot be compiled here.
+        `kernels` is "native" or "compiled" and those cannot be had here.
         """
         ...
 
@@ -80,7 +83,7 @@ class Codec(Protocol):
 
     @property
     def kernels(self) -> str:
-        """What runs: "compiled" or "eager"."""
+        """What runs: "native", "compiled" or "eager"."""
         ...
 
     def encode(self, x: Tensor, out: Tensor, seed: int = 0) -> None:

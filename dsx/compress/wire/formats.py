@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dsx.compress.wire.base import TILE, Codec, Kernels, Rounding, Wire
 from dsx.compress.wire.group_format import GroupFormat
+from dsx.compress.wire.kernel_choice import choose_kernels, is_native
 from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Cast:
         """Return the exact size of a message of `numel` elements."""
         return self.itemsize * numel
 
-    def work(self, numel: int) -> Mapping[str, int]:
+    def work(self, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
         """Return what a codec works in, by role: a tile in fp32."""
         return {} if self.is_exact else {"value": 4 * min(numel, TILE)}
 
@@ -150,9 +151,9 @@ class _Grouped(ABC):
         """Return the exact size of a message of `numel` elements."""
         return self.form.num_bytes(numel)
 
-    def work(self, numel: int) -> Mapping[str, int]:
-        """Return what a codec works in, by role: of the kernels, over a tile."""
-        return self.form.work(min(numel, TILE))
+    def work(self, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
+        """Return what a codec works in, by role: of the kernels, over a tile, or in nothing."""
+        return {} if is_native(kernels) else self.form.work(min(numel, TILE))
 
     def codec(
         self,
@@ -162,9 +163,14 @@ class _Grouped(ABC):
         buffers: Buffers | None = None,
     ) -> Codec:
         """Return a codec for vectors of up to `numel` elements on `device`."""
+        chosen = choose_kernels(self.name, numel, device.type, kernels)
+        if chosen == "native":
+            from dsx.compress.wire.native_codec import NativeCodec
+
+            return NativeCodec(self.name, self.form, numel)
         from dsx.compress.wire.group_codec import GroupCodec
 
-        return GroupCodec(self.name, self.form, numel, device, kernels, buffers)
+        return GroupCodec(self.form, numel, device, chosen, buffers)
 
 
 @dataclass(frozen=True)
@@ -311,8 +317,8 @@ FORMATS: dict[str, type[Wire]] = {
 }
 
 
-def decoding_work(wire: Wire, numel: int) -> Mapping[str, int]:
+def decoding_work(wire: Wire, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
     """Return what of `wire.work` a codec takes that only decodes."""
-    work = wire.work(numel)
+    work = wire.work(numel, kernels)
     roles = wire.form.decoding_roles if isinstance(wire, _Grouped) else work.keys()
     return {role: size for role, size in work.items() if role in roles}

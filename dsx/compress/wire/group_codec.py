@@ -1,4 +1,4 @@
-"""The codec of every group format: slices for compiled kernels, tiles for eager ones.
+"""The codec of every group format in torch: slices for compiled kernels, tiles for eager ones.
 
 Byte layout of a message of n elements: all codes, `ceil(n / parts)` words; then all scales,
 `ceil(n / group_size)` bf16 numbers, little-endian. Codes are packed in blocks (see `GroupFormat`);
@@ -13,7 +13,6 @@ What does not fill a slice is done in tiles, whatever the kernels: the bits are 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,23 +20,17 @@ import torch
 from torch import Tensor
 
 from dsx.compress.wire import group_slice
-from dsx.compress.wire.base import TILE, Kernels
-from dsx.compress.wire.compiled import compile_kernel, unavailable
+from dsx.compress.wire.base import TILE
+from dsx.compress.wire.compiled import compile_kernel
 from dsx.compress.wire.group_kernels import noise_key
 from dsx.compress.wire.work_space import require_sizes
 from dsx.core.buffers import Buffers
-from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
     from dsx.compress.wire.group_format import GroupFormat
 
-logger = logging.getLogger(__name__)
-
 SLICE = 2**20
 LARGE_SLICE = 64 * SLICE  # on an accelerator
-COMPILE_FROM = 16 * 2**20
-
-_announced: set[tuple[str, str, str]] = set()
 
 
 class _Span(NamedTuple):
@@ -49,18 +42,20 @@ class _Span(NamedTuple):
 
 
 class GroupCodec:
-    """`Codec` for one `GroupFormat` on one device; see base.py for the contract."""
+    """`Codec` for one `GroupFormat` on one device; see base.py for the contract.
+
+    `kernels` is "compiled" or "eager".
+    """
 
     def __init__(
         self,
-        name: str,
         form: GroupFormat,
         numel: int,
         device: torch.device,
-        kernels: Kernels,
+        kernels: str,
         buffers: Buffers | None = None,
     ) -> None:
-        self.kernels = choose_kernels(name, numel, device, kernels)
+        self.kernels = kernels
         self._form = form
         self._numel = numel
         self._new = (buffers or Buffers(device)).work
@@ -186,34 +181,6 @@ class GroupCodec:
         if self._form.is_stochastic:
             for index, word in enumerate(noise_key(seed, start)):
                 self._key[index].fill_(word)
-
-
-def choose_kernels(name: str, numel: int, device: torch.device, wanted: Kernels) -> str:
-    """Return "compiled" or "eager"; logs the choice and its reason once per format and kind.
-
-    Raises ValueError for an unknown choice, RuntimeError for "compiled" where that cannot be.
-    """
-    require_choice("kernels", wanted, Kernels)
-    kernels, reason, level = "eager", "asked for", logging.INFO
-    if wanted == "auto" and numel < COMPILE_FROM:
-        reason = f"{numel} elements are fewer than {COMPILE_FROM}, from where compiling pays"
-    elif wanted != "eager":
-        problem = unavailable(device.type)
-        if problem is None:
-            kernels = "compiled"
-            reason = "asked for" if wanted == "compiled" else "a compiler works"
-        elif wanted == "compiled":
-            raise RuntimeError(
-                f"kernels='compiled' cannot be had on {device.type}: {problem}; install "
-                f"{'Triton' if device.type == 'cuda' else 'g++'} or set kernels to 'eager'"
-            )
-        else:
-            reason = f"nothing can be compiled on {device.type}: {problem}"
-            level = logging.WARNING  # slower than it should be
-    if (name, device.type, kernels) not in _announced:
-        _announced.add((name, device.type, kernels))
-        logger.log(level, "%s on %s: %s kernels (%s)", name, device.type, kernels, reason)
-    return kernels
 
 
 @functools.cache

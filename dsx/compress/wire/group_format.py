@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+FP32_MAX = 3.4028234663852886e38
+
+
+def largest_scale(top_value: float) -> float:
+    """Return the largest bf16 number, of 8 bits, whose product with `top_value` is finite."""
+    mantissa, exponent = math.frexp(FP32_MAX / top_value)
+    return math.ldexp(math.floor(mantissa * 2**8), exponent - 8)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dsx.compress.wire.group_format import largest_scale
 from dsx.compress.wire.work_space import Scratch
 
 if TYPE_CHECKING:
     from dsx.compress.wire.group_format import GroupFormat
 
 MIN_SCALE = 2.0**-100
-FP32_MAX = 3.4028234663852886e38
 STEPS = 2.0**15
 STEPS_OF_SQUARES = 2.0**8
 TERNARY_THRESHOLD = 0.7
@@ -97,13 +97,6 @@ def to_bf16(scales: Tensor, carry: int, top_value: float) -> Tensor:
     bits = scales.view(torch.int32)
     bits.add_(carry).bitwise_and_(-0x10000)
     return scales.clamp_(MIN_SCALE, largest_scale(top_value))
-
-
-def largest_scale(top_value: float) -> float:
-    """Return the largest bf16 number whose product with `top_value` is finite in fp32."""
-    bits = torch.tensor(FP32_MAX / top_value, dtype=torch.float64).float().view(torch.int32)
-    scale = float((bits & -0x10000).view(torch.float32))
-    return scale
 
 
 def _in_steps(

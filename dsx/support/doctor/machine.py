@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import dsx
+from dsx.compress.wire.native import library
 from dsx.config.schema import DsxConfig
 from dsx.core.accelerators import missing_accelerators
 from dsx.core.requirements import PACKAGE, installed_version, outside_of_ranges
@@ -26,8 +27,8 @@ _TIMEX_BYTES = 1024  # more than struct timex has anywhere
 
 
 def look_at_machine() -> list[Finding]:
-    """Return versions, GPUs and the clock."""
-    return [*_versions(), _gpus(), *_accelerators(), _clock()]
+    """Return versions, GPUs, what codecs run, and the clock."""
+    return [*_versions(), _gpus(), *_accelerators(), _codecs(), _clock()]
 
 
 def _versions() -> list[Finding]:
@@ -84,6 +85,18 @@ def _accelerators() -> list[Finding]:
     if isinstance(found, str) or not found or installed_version("megatron-core") is None:
         return []
     return [Finding("note", "accelerators", line) for line in missing_accelerators()]
+
+
+def _codecs() -> Finding:
+    """Tell which kernels codecs run on the CPU."""
+    missing = library.unavailable()
+    if missing is None:
+        return Finding("ok", "codecs", f"native kernels, for {library.instruction_sets()[-1]}")
+    text = (
+        f"no native kernels: {missing}; codes take some times as long to make. Install dsx-train "
+        "anew where a C compiler is (gcc or clang)"
+    )
+    return Finding("note", "codecs", text)
 
 
 def gpu_gib() -> float | None:

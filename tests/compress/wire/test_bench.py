@@ -71,7 +71,7 @@ def test_options_reach_the_format(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--formats", "int5"], "format 'int5' is not known; allowed: fp32, bf16,"),
-        (["--kernels", "fast"], "kernels='fast' is not known; allowed: 'auto', 'compiled'"),
+        (["--kernels", "fast"], "kernels='fast' is not known; allowed: 'auto', 'native'"),
         (["--group-size", "48"], "group_size=48 must be one of 32, 64, 128, 256"),
         (["--formats", "bf16", "--group-size", "64"], "group_size=64 has no effect on bf16"),
         (["--pseudo-gradients", "/nowhere.safetensors"], "/nowhere.safetensors"),
@@ -87,6 +87,7 @@ def test_mistakes_end_with_one_line(arguments: list[str], message: str) -> None:
 def test_without_a_compiler_it_measures_eager_kernels_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(bench, "is_native", lambda kernels: False)
     monkeypatch.setattr(bench, "unavailable", lambda device: "no g++")
     path = tmp_path / "codec.json"
     code, output = run("--formats", "int8", "--numel", "4096", "--json", str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from torch import Tensor
 from dsx.compress.wire import group_codec
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.compiled import unavailable
-from dsx.compress.wire.formats import FORMATS, Int4, Int8
+from dsx.compress.wire.formats import FORMATS, Int4
 from tests.levels import by_default
 
 CPU = torch.device("cpu")
@@ -130,7 +129,7 @@ x = (index * 2654435761 % 2**20 - 2**19).float() / 3 * (index % 37 + 1)
 digest = hashlib.sha256()
 for name in sorted(FORMATS):
     wire = FORMATS[name]()
-    codec = wire.codec(len(x), x.device)
+    codec = wire.codec(len(x), x.device, "eager")
     data = torch.empty(wire.num_bytes(len(x)), dtype=torch.uint8)
     out, total = torch.empty_like(x), x.clone()
     codec.encode(x, data)
@@ -206,34 +205,6 @@ def test_compiled_kernels_allocate_nothing_large() -> None:
     codec = wire.codec(len(x), CPU, "compiled")
     codec.encode_with_feedback(x, residual, data)
     assert allocated_bytes(lambda: codec.encode_with_feedback(x, residual, data)) < 2**18
-
-
-def test_auto_compiles_long_vectors_only_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(group_codec, "_announced", set())
-    monkeypatch.setattr(group_codec, "unavailable", lambda device: None)
-    with caplog.at_level(logging.INFO):
-        assert Int4().codec(16 * 2**20, CPU).kernels == "compiled"
-        assert Int4().codec(16 * 2**20 - 1, CPU).kernels == "eager"
-        assert Int4().codec(10, CPU).kernels == "eager"
-    assert [record.message for record in caplog.records] == [
-        "int4 on cpu: compiled kernels (a compiler works)",
-        "int4 on cpu: eager kernels (16777215 elements are fewer than 16777216, from where "
-        "compiling pays)",
-    ]
-
-
-def test_compiled_kernels_that_cannot_be_had(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(group_codec, "_announced", set())
-    monkeypatch.setattr(group_codec, "unavailable", lambda device: "no g++")
-    with pytest.raises(RuntimeError, match=r"'compiled' cannot be had on cpu: no g\+\+; install"):
-        Int8().codec(10, CPU, "compiled")
-    with caplog.at_level(logging.INFO):
-        assert Int8().codec(2**25, CPU).kernels == "eager"
-    assert "nothing can be compiled on cpu: no g++" in caplog.text
 
 
 @pytest.mark.ci
