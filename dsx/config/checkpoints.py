@@ -92,8 +92,8 @@ def check_url(url: str, setting: str) -> None:
         raise ConfigError(f"{setting}={url!r} is no URL: {error}") from None
     if "://" not in url or not parts.scheme:
         raise ConfigError(
-            f"{setting}={url!r} must be a URL that fsspec knows; use one such as s3://bucket/run or "
-            "file:///mnt/share/run"
+            f"{setting}={url!r} must be a URL that fsspec knows; use one such as "
+            "s3://bucket/run or file:///mnt/share/run"
         )
     if secret is not None:
         raise ConfigError(
