@@ -96,10 +96,11 @@ def judge(row: Row, seen: dict[Way, list[list[Seen]]]) -> None:
     row.is_same = seen["plain"] == seen["one"]
     if not row.is_same:
         row.wrong.append(f"one cluster is not the engine alone: {_apart(seen)}")
-    row.averages = {way: validation(seen[way]) for way in METHODS}
+    row.averages = {way: loss for way in METHODS if math.isfinite(loss := validation(seen[way]))}
     apart = [way for way in METHODS if _average(seen[way][0]) != _average(seen[way][1])]
     row.are_equal = not apart
     row.wrong += [f"{way}: averages of the clusters differ" for way in apart]
+    row.wrong += [f"{way}: no one loss" for way in METHODS if way not in row.averages]
     first = next(rank.losses[0] for rank in seen["plain"][0] if rank.losses)
     for what, loss in {"plain": row.plain, **row.averages}.items():
         if not loss < _FALL * first:

@@ -6,6 +6,7 @@ dsx bench engines --only ddp,zero1-bf16,tp
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -31,7 +32,7 @@ def engines(
         bool, Option("--quick", help=f"{_QUICK_STEPS} steps: to see that it works.")
     ] = False,
     data: Annotated[Path, Option(help="A dataset of `dsx data build`.")] = Path("data/stdlib"),
-    deadline: Annotated[float, Option(help="Seconds of a run, four of which make a row.")] = 300.0,
+    deadline: Annotated[float, Option(help="Seconds of a run; a row has four.")] = 300.0,
     logs: Annotated[
         Path | None, Option(metavar="DIR", help="Keep what the ranks have said there.")
     ] = None,
@@ -63,6 +64,14 @@ def engines(
         )
     typer.echo(as_markdown(rows, count), nl=False)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        known = [
+            {**asdict(row), "plain": _known(row.plain), "one": _known(row.one)} for row in rows
+        ]
+        json_file.write_text(json.dumps(known, indent=2) + "\n")
     if any(row.wrong for row in rows):
         raise typer.Exit(1)
+
+
+def _known(loss: float) -> float | None:
+    """Return a loss as JSON has it: null where there is none."""
+    return loss if math.isfinite(loss) else None

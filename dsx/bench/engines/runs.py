@@ -70,13 +70,19 @@ class Runs:
             self._nursery = None
 
     def _wait(self, job: Job, count: int) -> None:
-        """Wait until so many have ended, all well; else end all, and raise RunFailed."""
-        until, ended = time.monotonic() + job.deadline_seconds, 0
+        """Wait until so many have ended, all well; else end all, and raise RunFailed.
+
+        The deadline holds twice: until all have been started, and from then on.
+        """
+        until, started, ended = time.monotonic() + job.deadline_seconds, 0, 0
         assert self._nursery is not None
         while ended < count:
             for said in self._nursery.hear(_HEAR_SECONDS):
                 if "started" in said:
                     self._running[said["started"]] = said["cluster"], said["rank"]
+                    started += 1
+                    if started == count:
+                        until = time.monotonic() + job.deadline_seconds
                 elif "ended" in said:
                     ended += 1
                     who = self._running.pop(said["ended"])
