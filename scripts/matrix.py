@@ -91,7 +91,8 @@ class Row:
         """Return its line of the table."""
         seen = [self.cells.get(column, "-") for column in COLUMNS]
         reason = self.why[0].replace("|", "\\|") if self.why else ""
-        return f"| {' | '.join([self.release, self.of or '-', self.torch, *seen, reason])} |"
+        words = [self.release, self.of or "-", self.torch or "-", *seen, reason]
+        return f"| {' | '.join(words)} |"
 
 
 def main() -> int:
