@@ -23,7 +23,7 @@ _NEEDED: dict[EngineName, str] = {
     "megatron": "megatron",
 }
 _FALL = 0.9  # of the first loss, by the end
-_FARTHEST = 0.1  # of the engine's own loss: as near has an average to be
+_FARTHEST = 0.2  # of the engine's own loss: as near has an average to be, after a few rounds
 
 
 @dataclass
