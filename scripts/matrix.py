@@ -17,6 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
 from older_packages import NotInstalled, dependencies, make_environment
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 COLUMNS = ("check", "trained", "resumed", "refusals")
 HEAD = ("release", "of", "torch", *COLUMNS, "why not")
 _ENGINES, _SCRIPT = "tests/engines", "tests/launch/test_megatron_lm.py"
+_TREES_IMPORT = {"six": "six", "regex": "regex", "yaml": "pyyaml", "triton": "triton"}
 _MOST = 160  # characters of a reason
 _SECONDS = 3600  # of one part
 
@@ -130,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def _rows(asked: argparse.Namespace, folder: Path) -> Iterator[Row]:
     for tree in trees_in(asked.trees) if asked.trees else []:
-        yield of_tree(tree, asked.quick)
+        yield of_tree(tree, folder, asked.quick)
     for name in ("deepspeed", "torch"):
         for version in filter(None, getattr(asked, name).split(",")):
             yield of_package(name, version.strip(), folder, asked.quick)
@@ -142,9 +144,22 @@ def trees_in(folder: Path) -> list[Path]:
     return found[:1] if found[:1] == [folder] else found
 
 
-def of_tree(tree: Path, is_quick: bool) -> Row:
-    """Return the row of a Megatron-LM tree."""
-    row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree), _torch_of(sys.executable))
+def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
+    """Return the row of a Megatron-LM tree; what its scripts import is installed where it is not.
+
+    That is into an environment of its own, one for all trees.
+    """
+    row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree))
+    missing = [package for module, package in _TREES_IMPORT.items() if find_spec(module) is None]
+    try:
+        python = str(
+            make_environment(folder / "megatron-lm", missing) if missing else sys.executable
+        )
+    except NotInstalled as failure:
+        row.why.append(_short(str(failure)))
+        return row
+    python = str(made)
+    row.torch = _torch_of(python)
     checked = _run([sys.executable, "-m", "megatron_patches", "--check", str(tree)])
     last = (checked.stdout.strip() or checked.stderr.strip()).splitlines()[-1]
     row.cells["check"] = last if checked.returncode == 0 else "no"
@@ -152,7 +167,7 @@ def of_tree(tree: Path, is_quick: bool) -> Row:
         wrong = [line for line in checked.stdout.splitlines() if not line.startswith("ok ")]
         row.why.append(_short(wrong[0] if wrong else last))
     given = ["--megatron-lm", str(tree.absolute())]
-    _fill(row, PARTS["megatron"], sys.executable, is_quick, given)
+    _fill(row, PARTS["megatron"], python, is_quick, given)
     return row
 
 

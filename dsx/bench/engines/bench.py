@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,12 +53,11 @@ def measure(
     deadline_seconds: float,
     folder: Path,
     say: Callable[[str], None],
-) -> list[Row]:
-    """Return a row for each, and tell of it as it comes; logs of ranks go to the folder."""
-    rows: list[Row] = []
+) -> Iterator[Row]:
+    """Yield a row for each, and tell of it; logs of ranks go to the folder."""
     with contextlib.ExitStack() as stack:
         runs: dict[str, Runs] = {}
-        for given in asked:
+        for number, given in enumerate(asked, start=1):
             if given.engine not in runs:
                 for other in runs.values():
                     other.close()  # what it has imported is of no use any more
@@ -72,9 +71,8 @@ def measure(
             else:
                 _train(row, runs[given.engine], data, steps, deadline_seconds)
             row.seconds = time.monotonic() - started
-            rows.append(row)
-            say(f"{len(rows)}/{len(asked)}  {_told(row)}")
-    return rows
+            say(f"{number}/{len(asked)}  {_told(row)}")
+            yield row
 
 
 def _train(row: Row, runs: Runs, data: Path, steps: int, deadline_seconds: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -45,9 +45,10 @@ def engines(
     A tiny GPT trains four times on the CPU: the engine alone; with dsx and one cluster, which has
     to come to the same bits; and in two clusters by `recommended` and by `diloco`, whose averages
     have to be the same in both, bit for bit, and near the engine's own loss. The table is in
-    Markdown. Exits with 1 where any of that is not so, and says which.
+    Markdown. Exits with 1 where any of that is not so, and says which. Ctrl-C ends it with the rows
+    that there are.
     """
-    from dsx.bench.engines.bench import measure
+    from dsx.bench.engines.bench import Row, measure
     from dsx.bench.engines.combinations import parse
     from dsx.bench.engines.show import as_markdown
 
@@ -58,17 +59,26 @@ def engines(
             f"--data {data} is no dataset; build one: dsx data build --from stdlib --out {data}"
         )
     count = _QUICK_STEPS if quick else steps
-    with tempfile.TemporaryDirectory() if logs is None else nullcontext(str(logs)) as folder:
-        rows = measure(
+    rows: list[Row] = []
+    with (
+        tempfile.TemporaryDirectory() if logs is None else nullcontext(str(logs)) as folder,
+        suppress(KeyboardInterrupt),  # what there is by then is shown
+    ):
+        measured = measure(
             asked, data, count, deadline, Path(folder), lambda line: typer.echo(line, err=True)
         )
+        with closing(measured):
+            for row in measured:
+                rows.append(row)
     typer.echo(as_markdown(rows, count), nl=False)
     if json_file is not None:
         known = [
             {**asdict(row), "plain": _known(row.plain), "one": _known(row.one)} for row in rows
         ]
         json_file.write_text(json.dumps(known, indent=2) + "\n")
-    if any(row.wrong for row in rows):
+    if len(rows) < len(asked):
+        typer.echo(f"ended after {len(rows)} of {len(asked)} rows", err=True)
+    if len(rows) < len(asked) or any(row.wrong for row in rows):
         raise typer.Exit(1)
 
 
