@@ -152,9 +152,7 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
     row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree))
     missing = [package for module, package in _TREES_IMPORT.items() if find_spec(module) is None]
     try:
-        python = str(
-            make_environment(folder / "megatron-lm", missing) if missing else sys.executable
-        )
+        made = make_environment(folder / "megatron-lm", missing) if missing else sys.executable
     except NotInstalled as failure:
         row.why.append(_short(str(failure)))
         return row

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def measure(
     deadline_seconds: float,
     folder: Path,
     say: Callable[[str], None],
-) -> Iterator[Row]:
+) -> Generator[Row, None, None]:
     """Yield a row for each, and tell of it; logs of ranks go to the folder."""
     with contextlib.ExitStack() as stack:
         runs: dict[str, Runs] = {}
