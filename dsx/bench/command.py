@@ -19,6 +19,7 @@ from dsx.bench.chaos.command import chaos
 from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
+from dsx.bench.engines.command import engines
 from dsx.bench.examples.command import examples
 from dsx.bench.gpu.command import gpu
 from dsx.bench.heal.command import heal
@@ -46,6 +47,7 @@ app.command()(heal)
 app.command()(telemetry)
 app.command()(gpu)
 app.command()(start)
+app.command()(engines)
 
 
 @app.command()

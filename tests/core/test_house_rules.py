@@ -18,7 +18,9 @@ WORKERS = (  # a rank each
     "bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside",
     "bench.wall_clock.worker", "bench.wall_clock.inner", "bench.chaos.engines",
     "bench.chaos.against.worker",
-    "bench.megatron_chunk", "bench.megatron_on_cpu",
+    "bench.megatron_chunk", "bench.megatron_context", "bench.megatron_on_cpu",
+    "bench.engines.torch", "bench.engines.deepspeed", "bench.engines.megatron",
+    "bench.engines.worker",
     "bench.gpu.engines", "bench.gpu.megatron", "bench.gpu.worker",
     "bench.dry_run.deepspeed", "bench.dry_run.megatron", "bench.dry_run.stand_in",
 )  # fmt: skip

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsx
+from dsx.bench.megatron_context import own_part, with_gathered_attention
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
-from tests.engines.megatron_context import own_part, with_gathered_attention
 from tests.engines.megatron_experts import (
     expert_settings,
     in_whole_layer,

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from older_packages import NotInstalled, make_environment  # noqa: E402
+
+pytestmark = pytest.mark.slow
 RUN, ENGINES = "tests/run", "tests/engines"
 OLDER = {  # what is installed, and what is run with it; docs/trainers.md has the same table
     "transformers": (
@@ -41,7 +41,12 @@ OLDER = {  # what is installed, and what is run with it; docs/trainers.md has th
 @pytest.mark.timeout(3600)
 def test_an_older_release_is_served(framework: str, tmp_path: Path) -> None:
     packages, tests = OLDER[framework]
-    python = make_environment(tmp_path / "older", packages)
+    try:
+        python = make_environment(tmp_path / "older", packages)
+    except NotInstalled as failure:
+        if failure.is_no_index:
+            pytest.skip(f"no package index is to be had for {', '.join(packages)}")
+        raise
     command = [python, "-m", "pytest", "-q", "-rs", "-m", "not slow and not gpu", *tests]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
@@ -49,24 +54,3 @@ def test_an_older_release_is_served(framework: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-20_000:]
     assert "not installed" not in done.stdout, done.stdout
-
-
-def make_environment(folder: Path, packages: list[str]) -> Path:
-    """Return the Python of an environment that has these before all that is installed here."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    here = [path for path in sys.path if path.endswith("site-packages")]
-    lines = [f"import site; site.addsitedir({path!r})" for path in here]
-    (Path(own) / "zz_installed_here.pth").write_text("\n".join(lines) + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    environment = {**os.environ, "DS_BUILD_OPS": "0"}
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", *packages], env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        if "Connection" in done.stderr or "No matching distribution" in done.stderr:
-            pytest.skip(f"no package index is to be had for {', '.join(packages)}")
-        pytest.fail(done.stderr)
-    return python

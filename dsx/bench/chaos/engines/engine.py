@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from dsx.bench.chaos.job import EngineName, Job
@@ -77,5 +78,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """Return a hash of the bits of some tensors, in their order."""
     hasher = blake2b(digest_size=8)
     for tensor in tensors:
-        hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        hasher.update(bits.numpy().tobytes())
     return hasher.hexdigest()

@@ -37,11 +37,13 @@ class GatheredAttention(nn.Module):
     """Causal attention `[tokens, batch, heads, width]` of this rank's tokens to those of all."""
 
     def __init__(self, config: Any, pg_collection: Any, **kwargs: Any) -> None:
+        """As Megatron builds a layer's attention."""
         super().__init__()
         self._group = pg_collection.cp
         self._scale = 1 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return `[tokens, batch, heads * width]` of this rank's queries."""
         count, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         places = [_places(query.shape[0], one, count) for one in range(count)]
         is_hidden = torch.cat(places)[None, :] > places[rank][:, None]

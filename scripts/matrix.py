@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""Run parts of the tests with other releases of Megatron-LM, DeepSpeed and torch; print a table.
+
+What is run by each column is in `PARTS`. A release that fails is a row with the first reason; then
+the exit status is 1. Started by scripts/matrix.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+
+from older_packages import NotInstalled, dependencies, make_environment
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = ("check", "trained", "resumed", "refusals")
+HEAD = ("release", "of", "torch", *COLUMNS, "why not")
+_ENGINES, _SCRIPT = "tests/engines", "tests/launch/test_megatron_lm.py"
+_TREES_IMPORT = {"six": "six", "regex": "regex", "yaml": "pyyaml", "triton": "triton"}
+_MOST = 160  # characters of a reason
+_SECONDS = 3600  # of one part
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the tests is run for a column; `quick` is a choice of them, None for nothing."""
+
+    arguments: tuple[str, ...]
+    quick: tuple[str, ...] | None
+
+
+_IS_FAST = ("-m", "not ci and not slow and not gpu")
+_REFUSED = "what_is_refused or other_arguments or missing_outer_state"
+_RESUMED = "trains_and_resumes and (pipeline or experts)"
+_LM = ("-m", "slow", _SCRIPT, "-k")
+PARTS: Mapping[str, Mapping[str, Part]] = {
+    "megatron": {
+        "trained": Part((*_LM, "trains_and_resumes and sharded"), None),
+        "resumed": Part((*_LM, _RESUMED), (*_LM, "trains_and_resumes and pipeline")),
+        "refusals": Part((*_LM, _REFUSED), (*_LM, "what_is_refused and mtp")),
+    },
+    "deepspeed": {
+        "trained": Part(
+            (*_IS_FAST, *(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
+                "", "_compression", "_pipeline", "_traffic", "_data", "_memory"))),
+            (*_IS_FAST, f"{_ENGINES}/test_deepspeed.py"),
+        ),
+        "resumed": Part(
+            (*_IS_FAST, *(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
+                "_checkpoint", "_resume", "_dealt_data", "_optimizers", "_stop"))),
+            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_checkpoint.py"),
+        ),
+        "refusals": Part(
+            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_refusals.py"),
+            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_refusals.py"),
+        ),
+    },
+    "torch": {
+        "trained": Part(
+            (*_IS_FAST, "tests/method", "tests/compress", f"{_ENGINES}/test_torch.py"),
+            (*_IS_FAST, f"{_ENGINES}/test_torch.py"),
+        ),
+        "resumed": Part(
+            (*_IS_FAST, f"{_ENGINES}/test_torch_ranks.py", "tests/checkpoint"),
+            (*_IS_FAST, f"{_ENGINES}/test_torch_ranks.py"),
+        ),
+        "refusals": Part((*_IS_FAST, f"{_ENGINES}/test_settings.py"), None),
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """A release, the day that it is of where a tree says it, and what was seen of it."""
+
+    release: str
+    of: str = ""
+    torch: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
+    why: list[str] = field(default_factory=list)
+
+    def as_markdown(self) -> str:
+        """Return its line of the table."""
+        seen = [self.cells.get(column, "-") for column in COLUMNS]
+        reason = self.why[0].replace("|", "\\|") if self.why else ""
+        words = [self.release, self.of or "-", self.torch or "-", *seen, reason]
+        return f"| {' | '.join(words)} |"
+
+
+def main() -> int:
+    """Go through what is asked for; return 1 where a release has failed."""
+    asked = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="matrix-") as temporary:
+        folder = asked.environments or Path(temporary)
+        rows: list[Row] = []
+        for row in _rows(asked, folder):
+            rows.append(row)
+            print(row.as_markdown(), file=sys.stderr, flush=True)
+    print(f"{date.today()}, {'a part of the tests' if asked.quick else 'all parts'}\n")
+    print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
+    for row in rows:
+        print(row.as_markdown())
+    return int(any(row.why for row in rows))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return what the command line says; it ends with a message where that is nothing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--trees", type=Path, metavar="DIR", help="Megatron-LM trees, a folder each")
+    add("--deepspeed", default="", metavar="VERSION,VERSION", help="releases to install")
+    add("--torch", default="", metavar="VERSION,VERSION", help="CPU builds to install")
+    add("--environments", type=Path, metavar="DIR", help="keep what is installed there")
+    add("--quick", action="store_true", help="a choice of the tests")
+    asked = parser.parse_args()
+    if not (asked.trees or asked.deepspeed or asked.torch):
+        parser.error("give --trees DIR, --deepspeed VERSIONS or --torch VERSIONS")
+    if asked.trees and not trees_in(asked.trees):
+        parser.error(f"--trees {asked.trees} holds no folder with megatron/core in it")
+    return asked
+
+
+def _rows(asked: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    for tree in trees_in(asked.trees) if asked.trees else []:
+        yield of_tree(tree, folder, asked.quick)
+    for name in ("deepspeed", "torch"):
+        for version in filter(None, getattr(asked, name).split(",")):
+            yield of_package(name, version.strip(), folder, asked.quick)
+
+
+def trees_in(folder: Path) -> list[Path]:
+    """Return the Megatron-LM trees in a folder, or the folder itself if it is one."""
+    found = [one for one in (folder, *sorted(folder.glob("*"))) if (one / "megatron/core").is_dir()]
+    return found[:1] if found[:1] == [folder] else found
+
+
+def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
+    """Return the row of a Megatron-LM tree; what its scripts import is installed where it is not.
+
+    That is into an environment of its own, one for all trees.
+    """
+    row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree))
+    missing = [package for module, package in _TREES_IMPORT.items() if find_spec(module) is None]
+    try:
+        made = make_environment(folder / "megatron-lm", missing) if missing else sys.executable
+    except NotInstalled as failure:
+        row.why.append(_short(str(failure)))
+        return row
+    python = str(made)
+    row.torch = _torch_of(python)
+    checked = _run([sys.executable, "-m", "megatron_patches", "--check", str(tree)])
+    last = (checked.stdout.strip() or checked.stderr.strip()).splitlines()[-1]
+    row.cells["check"] = last if checked.returncode == 0 else "no"
+    if checked.returncode:
+        wrong = [line for line in checked.stdout.splitlines() if not line.startswith("ok ")]
+        row.why.append(_short(wrong[0] if wrong else last))
+    given = ["--megatron-lm", str(tree.absolute())]
+    _fill(row, PARTS["megatron"], python, is_quick, given)
+    return row
+
+
+def of_package(name: str, version: str, folder: Path, is_quick: bool) -> Row:
+    """Return the row of a release of a package, installed into an environment of its own."""
+    row = Row(f"{name} {version}")
+    wanted = f"{name}=={version}"
+    try:
+        if name == "torch" and any(one.startswith("nvidia-") for one in dependencies(wanted)):
+            raise NotInstalled(f"of {wanted} the index of packages has a CUDA build only")
+        python = str(make_environment(folder / f"{name}-{version}", [wanted]))
+    except NotInstalled as failure:
+        row.why.append(_short(str(failure)))
+        return row
+    row.torch = _torch_of(python)
+    checked = _run([python, "-c", f"import {name}; print({name}.__version__)"])
+    if checked.returncode:
+        row.cells["check"] = "no"
+        row.why.append(_short(checked.stderr.strip().splitlines()[-1]))
+        return row
+    row.cells["check"] = f"imports as {checked.stdout.splitlines()[-1]}"
+    _fill(row, PARTS[name], python, is_quick, [])
+    return row
+
+
+def _fill(
+    row: Row, parts: Mapping[str, Part], python: str, is_quick: bool, given: Sequence[str]
+) -> None:
+    """Run the parts, and write into the row what they have come to."""
+    for column, part in parts.items():
+        chosen = part.quick if is_quick else part.arguments
+        if chosen is None:
+            continue
+        row.cells[column], reasons = _tested(python, [*chosen, *given])
+        row.why += reasons
+
+
+def _tested(python: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Run tests; return how many of them passed, in words, and why others did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+        try:
+            done = _run([*command, f"--junitxml={report}", *arguments], _SECONDS)
+        except subprocess.TimeoutExpired:
+            return "no", [f"the tests have not ended within {_SECONDS} s"]
+        if not report.exists():
+            return "no", [_short(done.stderr or done.stdout)]
+        cases = [*ElementTree.parse(report).iter("testcase")]
+    failed = [case for case in cases if _of(case, "failure", "error") is not None]
+    skipped = [case for case in cases if _of(case, "skipped") is not None]
+    ran = len(cases) - len(skipped)
+    words = f"{ran - len(failed)} of {ran}"
+    words += f", {len(skipped)} skipped" if skipped else ""
+    reasons = [_reason(case) for case in failed]
+    return words, reasons if ran else [*reasons, _short(f"no test has run: {done.stdout}")]
+
+
+def _of(case: ElementTree.Element, *names: str) -> ElementTree.Element | None:
+    return next((child for child in case if child.tag in names), None)
+
+
+def _reason(case: ElementTree.Element) -> str:
+    """Return a failed test's name, and the last error that is told of it."""
+    failure = _of(case, "failure", "error")
+    assert failure is not None
+    text = f"{failure.get('message', '')}\n{failure.text or ''}"
+    errors = re.findall(r"^(?:E +|\[rank\d+\]: +)?((?:[\w.]+Error|Exception)\b: .+)$", text, re.M)
+    return _short(f"{case.get('name')}: {(errors or [failure.get('message', '')])[-1]}")
+
+
+def release_of(tree: Path) -> str:
+    """Return the version that a tree's megatron.core says."""
+    text = (tree / "megatron/core/package_info.py").read_text()
+    found = {
+        name: value.strip("'\"")
+        for name, value in re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = (\S+)$", text, re.M)
+    }
+    return f"core {found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
+
+
+def day_of(folder: Path) -> str:
+    """Return the day of a folder's commit, or of its newest Python file where git knows none."""
+    asked = ["git", "-C", str(folder), "log", "-1", "--format=%cs"]
+    if (folder / ".git").exists():
+        return _run(asked).stdout.strip()
+    newest = max(file.stat().st_mtime for file in folder.glob("**/*.py"))
+    return str(date.fromtimestamp(newest))
+
+
+def _torch_of(python: str) -> str:
+    return _run([python, "-c", "import torch; print(torch.__version__)"]).stdout.strip()
+
+
+def _short(text: str) -> str:
+    """Return a reason on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST else f"{line[: _MOST - 3]}..."
+
+
+def _run(command: Sequence[str], seconds: float = 600) -> subprocess.CompletedProcess[str]:
+    """Run a command in the project's folder; TimeoutExpired where it does not end."""
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if Path(command[0]).parent.name == "bin":
+        own["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.environ["PATH"]])
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, check=False,
+        timeout=seconds,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
