@@ -12,6 +12,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 wanted=${PYTHON:-any}
 kernels=$(cat dsx/compress/wire/native/*.[ch] | cksum)
+has_kernels() { compgen -G "dsx/compress/wire/native/kernels*.so" > /dev/null; }
+built() {  # of the C sources; an installation goes without where there is no compiler
+    echo "$kernels" > .venv/kernels
+    has_kernels || echo "setup: no C compiler has built the native kernels; codecs are slower"
+}
 fail() { echo "setup: $*" >&2; exit 1; }
 
 find_python() {
@@ -34,11 +39,12 @@ stamp="$({ sed '/^\[tool\./,$d' pyproject.toml; cat scripts/constraints.txt scri
 built_for=$(cat .venv/built_for 2>/dev/null || true)
 if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null &&
     { [ "$wanted" = any ] || [ "$wanted" = "$built_for" ]; }; then
-    if [ "$(cat .venv/kernels 2>/dev/null)" != "$kernels" ]; then
+    if [ "$(cat .venv/kernels 2>/dev/null)" != "$kernels" ] ||
+        { ! has_kernels && command -v gcc clang cc > /dev/null; }; then
         echo "setup: building the C kernels"
         install=(.venv/bin/pip install --quiet --no-deps --editable .)
         "${install[@]}" --no-build-isolation || "${install[@]}" || fail "could not install dsx anew"
-        echo "$kernels" > .venv/kernels
+        built
     fi
     exit 0
 fi
@@ -72,7 +78,7 @@ if [ ! -e .venv/bin/deepspeed ]; then  # the own Python's DeepSpeed, whose comma
         > .venv/bin/deepspeed
     chmod +x .venv/bin/deepspeed
 fi
-echo "$kernels" > .venv/kernels
+built
 echo "$wanted" > .venv/built_for
 echo "$stamp" > .venv/ready
 echo "setup: .venv is ready"

@@ -216,6 +216,7 @@ class LowRank(Quantized):
         """Return what factors, messages, and the work space that matrices share take."""
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
+        # of the owners by which shard 0 goes; another's are those of the next clusters
         factors = factor_bytes(
             self._matrices(taken, most), self.factor_format, num_clusters, fragment.id, self.kernels
         )

@@ -86,7 +86,8 @@ class ApartMasters:
         if self._is_looked_over:
             return
         for name, parameter, find in self._held.values():
-            if not torch.equal(find().to(parameter.dtype), parameter.detach()):
+            rounded, weight = find().to(parameter.dtype), parameter.detach()
+            if not ((rounded == weight) | (rounded.isnan() & weight.isnan())).all():
                 raise ValueError(
                     f"parameter {name} ({dtype_name(parameter)}) is not what its optimizer's fp32 "
                     "master rounds to: weights were loaded without it. Load weights before the "

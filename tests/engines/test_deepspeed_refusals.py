@@ -14,6 +14,7 @@ from dsx.comm.world import current_world
 from dsx.engines.deepspeed.features import (
     reads_before_it_has_come,
     refuse_mpu,
+    refuse_sharded_pipeline,
     refuse_unsupported,
 )
 from dsx.engines.deepspeed.masters import require_fp32
@@ -227,3 +228,27 @@ def test_an_mpu_of_other_kinds_is_refused_and_training_data_that_it_cannot_deal(
         refuse_mpu(object(), has_training_data=False)
     with pytest.raises(ValueError, match="training_data with mpu=OfSequence: DeepSpeed asks an mp"):
         refuse_mpu(OfSequence(), has_training_data=True)
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 2, "offload_optimizer": ON_HOST, "zenflow": {}}, "zero_optimization.zenflow"),
+        ({"stage": 3, "mics_shard_size": "2"}, "zero_optimization.mics_shard_size='2'"),
+    ],
+)
+def test_an_empty_section_and_a_number_in_quotes_are_refused_as_deepspeed_takes_them(
+    zero: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        refuse_document({"zero_optimization": zero}, False)
+
+
+def test_autotp_with_a_pipeline_is_refused_before_anything_is_built() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule.__new__(PipelineModule)
+    refuse_sharded_pipeline(model, {"tensor_parallel": {"autotp_size": 1}})
+    with pytest.raises(ValueError, match=r"autotp_size=2 with a PipelineModule is not served"):
+        refuse_sharded_pipeline(model, {"tensor_parallel": {"autotp_size": 2}})
+    refuse_sharded_pipeline(torch.nn.Linear(1, 1), {"tensor_parallel": {"autotp_size": 2}})

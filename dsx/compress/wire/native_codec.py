@@ -52,6 +52,11 @@ class NativeCodec:
 
     def _encode(self, x: Tensor, residual: Tensor | None, out: Tensor, seed: int) -> None:
         require_sizes(x, out, self._numel, self._form.num_bytes(x.numel()))
+        if residual is not None and residual.numel() != x.numel():
+            raise ValueError(
+                f"a residual of {residual.numel()} elements beside a vector of {x.numel()}: give "
+                "one of as many"
+            )
         _, first, second = noise_key(seed, 0)
         self._library.dsx_wire_encode(
             self._set,

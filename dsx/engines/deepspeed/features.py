@@ -59,6 +59,10 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
             tensor > 1 and sequence > 1,
             "use one of them",
         ),
+        f"tensor_parallel.autotp_size={tensor} with a pipeline": (
+            tensor > 1 and is_pipeline,
+            "use one of them",
+        ),
     }
     found = {name: advice for name, (is_used, advice) in features.items() if is_used}
     return found | refused_sequence(engine._config._param_dict, sequence > 1)
@@ -92,11 +96,19 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
 
 
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a pipeline under ZeRO-2/3, before DeepSpeed's own assertion."""
+    """Raise ValueError for a pipeline under ZeRO-2/3 or with AutoTP, before anything is built."""
     from deepspeed.pipe import PipelineModule
 
+    if not isinstance(model, PipelineModule):
+        return
+    tensor = config.get("tensor_parallel", {}).get("autotp_size", 0)
+    if tensor > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size={tensor} with a PipelineModule is not served: ranks that "
+            "hold slices would lie in several stages; use one of them, or Megatron"
+        )
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    if isinstance(model, PipelineModule) and stage > 1:
+    if stage > 1:
         raise ValueError(
             f"zero_optimization.stage={stage} with a PipelineModule: DeepSpeed's pipelines keep "
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "

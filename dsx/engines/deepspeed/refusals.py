@@ -37,7 +37,11 @@ def _is_nvme(value: Any) -> bool:
 
 
 def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
+    return str(value).isdigit() and int(value) > 0  # "2" is a number to DeepSpeed
+
+
+def _is_there(value: Any) -> bool:
+    return True  # an empty section, too
 
 
 def _is_partial(value: Any) -> bool:
@@ -79,7 +83,7 @@ REFUSED = (
         _is_partial,
     ),
     Refusal("zero_optimization.offload_optimizer.super_offload", True, _PLAIN),
-    Refusal("zero_optimization.zenflow", {"topk_ratio": 0.1}, _PLAIN),
+    Refusal("zero_optimization.zenflow", {"topk_ratio": 0.1}, _PLAIN, _is_there),
     Refusal("zero_optimization.zero_quantized_weights", True, _LIBRARY),
     Refusal("zero_optimization.zero_quantized_nontrainable_weights", True, _LIBRARY),
     Refusal("zero_optimization.zero_quantized_gradients", True, _LIBRARY),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -190,3 +193,22 @@ def test_the_library_is_called_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [library.instruction_sets()[-1], "False"]
+
+
+def test_a_residual_of_another_length_is_refused() -> None:
+    """The kernels are given an address, and would write beyond it."""
+    codec = Int8().codec(1024, CPU, "native")
+    x, out = torch.ones(1024), torch.zeros(Int8().num_bytes(1024), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a residual of 10 elements beside a vector of 1024"):
+        codec.encode_with_feedback(x, torch.zeros(10), out)
+
+
+def test_a_change_of_the_kernels_has_a_version_of_its_own() -> None:
+    """A library of before would be called on as if it were of these sources."""
+    folder = Path(library.__file__).parent
+    sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.[ch]")))
+    version = re.search(rb"int dsx_wire_version\(void\)\s*{\s*return (\d+);", sources)
+    assert version is not None and int(version[1]) == library.VERSION
+    assert (library.VERSION, crc32(sources)) == (1, 2576407084), (
+        "raise the version in both places, and write it and the sum here"
+    )

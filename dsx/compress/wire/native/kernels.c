@@ -109,6 +109,12 @@ int dsx_wire_has(int index)
 #endif
 }
 
+/* Which of these kernels they are: another number with every change of what they do or take. */
+int dsx_wire_version(void)
+{
+    return 1;
+}
+
 /* Bytes of a form, so that the caller knows that its own is the same. */
 int dsx_wire_form_bytes(void)
 {

@@ -18,6 +18,7 @@ from pathlib import Path
 from dsx.compress.wire.group_format import GroupFormat, largest_scale
 
 STEM = "kernels"
+VERSION = 1  # of dsx_wire_version(): a library of another one is not called
 KINDS = ("int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary", "3bit", "2bit", "1bit")
 
 
@@ -99,14 +100,17 @@ def _found() -> ctypes.CDLL | str:
     files = [folder / f"{STEM}{suffix}" for suffix in EXTENSION_SUFFIXES]
     there = [file for file in files if file.exists()]
     if not there:
-        return "they were not built, as no C compiler was there at installation"
+        return "they were not built: no C compiler was there at installation, or it failed"
     try:
         loaded = ctypes.CDLL(str(there[0]))
-        size = int(loaded.dsx_wire_form_bytes())
-    except (OSError, AttributeError) as error:
+        is_own = int(loaded.dsx_wire_version()) == VERSION
+        is_own = is_own and int(loaded.dsx_wire_form_bytes()) == ctypes.sizeof(Form)
+    except AttributeError:
+        is_own = False
+    except OSError as error:
         return f"{there[0].name} cannot be loaded: {error}"
-    if size != ctypes.sizeof(Form):
-        return f"{there[0].name} is of another version of dsx"
+    if not is_own:
+        return f"{there[0].name} is of another version of dsx; install dsx anew"
     loaded.dsx_wire_set.restype = c_char_p
     loaded.dsx_wire_encode.argtypes = (
         *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_uint32),
