@@ -270,12 +270,31 @@ def _restore(
     if buffers.sent is buffers.wire and entry["can_redo"] and loop.state.is_sent(entry["fragment"]):
         codec = cast(EncodingChannel, loop.state.channels[entry["fragment"]].codec)
         messages = codec.messages(transfer.attempt.launch)
-        saved |= {f"code.{name}": message for name, message in messages.items()}
+        if not _read_gathered(messages, file, key):
+            saved |= {f"code.{name}": message for name, message in messages.items()}
     transfer.attempt.place = entry.get("place", {})
     for name, tensor in saved.items():
         if tensor is not None and f"in_flight.{name}/{key}" in file:
             tensor.copy_(file.read(f"in_flight.{name}/{key}"))
     return transfer
+
+
+def _read_gathered(messages: Mapping[str, Tensor], file: SavedRank, key: str) -> bool:
+    """Read codes of before vectors had owners of slices: of all clusters' casts, one message.
+
+    Returns False, and reads nothing, where the file has them as they are cut today.
+    """
+    small = [message for name, message in messages.items() if name.startswith("small.")]
+    whole = f"in_flight.code.small.0/{key}"
+    if len(small) < 2 or whole not in file or file.numel(whole) == small[0].numel():
+        return False
+    parts = file.read(whole).split([message.numel() for message in small])
+    for message, part in zip(small, parts, strict=True):
+        message.copy_(part)
+    for name, message in messages.items():
+        if not name.startswith("small."):
+            message.copy_(file.read(f"in_flight.code.{name}/{key}"))
+    return True
 
 
 def restored_transfer(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from dsx.config.schema import preset
 from dsx.engines import simulated
@@ -173,3 +175,30 @@ def test_a_resumed_run_is_the_one_that_was_not_disturbed(
     while second.num_steps < NUM_STEPS:
         second.train_step(loss)
     assert_same(second, whole_run(name, codec, num_clusters))
+
+
+def as_gathered(path: Path) -> int:
+    """Write a file with vectors' codes in one message; return how many messages went into one."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = file.metadata()
+    cut = sorted(name for name in tensors if name.startswith("in_flight.code.small."))
+    for key in {name.rpartition("/")[2] for name in cut}:
+        parts = [name for name in cut if name.endswith(f"/{key}")]
+        tensors[f"in_flight.code.small.0/{key}"] = torch.cat([tensors.pop(name) for name in parts])
+    save_file(tensors, path, meta)
+    path.with_name(f"{path.name}.sha256").unlink()
+    return len(cut)
+
+
+def test_codes_of_before_vectors_had_owners_are_gone_on_with(tmp_path: Path) -> None:
+    """They were one message, which all gathered; the casts are the same."""
+    case = ("eager", "int4, fp32", 4)
+    first, second = stopped(*case, held=(2,)), new_run(*case)
+    save_all(first, tmp_path)
+    assert all(as_gathered(path) >= 4 for path in sorted(tmp_path.glob("*/dsx_rank_*.safetensors")))
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    while second.num_steps < NUM_STEPS:
+        second.train_step(loss)
+    assert_same(second, whole_run(*case))
