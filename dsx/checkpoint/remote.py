@@ -147,8 +147,12 @@ class Remote:
     def fetch(
         self, cluster: int, tag: str, names: Sequence[str], directory: Path, pace: Pace
     ) -> None:
-        """Copy some files of a tag into a directory, whatever they hold."""
+        """Copy some files of a tag into a directory, whatever they hold.
+
+        `pace` is asked before each file, too, of no bytes.
+        """
         for name in names:
+            pace(0)
             target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
             path = f"{self._root}/cluster_{cluster}/{tag}/{name}"
