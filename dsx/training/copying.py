@@ -3,7 +3,7 @@
 A good checkpoint that all clusters hold on their disks is copied by the first rank of each, on a
 thread, one at a time. All copy the same one: the next is begun where all have told, beside a
 transfer (notices.py), that they are done with the one before, and it is the newest that all hold by
-then. So what is complete there is complete of all clusters, however unequal their lines, and of
+then. So all have the same ones there, however unequal their lines, where none fails, and of
 checkpoints that come faster than a line carries them the newest ones go. Where one cannot be
 copied, training goes on, and the next is tried. As a run ends its last checkpoint is copied, for
 which the end waits a while.
