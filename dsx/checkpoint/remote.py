@@ -11,8 +11,10 @@ What a file system raises where it cannot be reached is of many kinds, not all o
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +29,7 @@ from dsx.checkpoint.checksums import (
 from dsx.checkpoint.tags import has_same_content
 from dsx.config.checkpoints import check_url
 
+logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
 Pace = Callable[[int], object]
 
@@ -42,13 +45,33 @@ def as_it_comes(num_bytes: int) -> None:
 class Remote:
     """The checkpoints below one URL; `setting` is what gave it, for messages.
 
-    ValueError says what is missing for such a URL. Any one thread at a time.
+    ValueError says what is missing for such a URL. One that cannot be reached now is tried again
+    where it is used, which then raises what its file system does. Any one thread at a time.
     """
 
     def __init__(self, url: str, setting: str) -> None:
         self.url = url.rstrip("/")
-        self._files, root = _open(url, setting)
-        self._root = root.rstrip("/")
+        self._given = url, setting
+        self._told: set[str] = set()  # names that are none, which a line has named
+        try:
+            _ = self._opened
+        except ValueError:
+            raise
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            why = f"{type(error).__name__}: {error}"
+            logger.info("%s cannot be reached now (%s): tried again as it is used", self.url, why)
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return _open(*self._given)
+
+    @cached_property
+    def _files(self) -> Any:
+        return self._opened[0]
+
+    @cached_property
+    def _root(self) -> str:
+        return self._opened[1].rstrip("/")
 
     def place(self, cluster: int, tag: str) -> str:
         """Return the URL of a tag."""
@@ -62,8 +85,9 @@ class Remote:
     def tags(self, cluster: int) -> dict[str, dict[str, Any]]:
         """Return the manifests of a cluster's complete tags there, as `complete_tags` does."""
         folder = f"{self._root}/cluster_{cluster}"
-        named = {f"{folder}/{self._name(path)}/{MANIFEST}" for path in self._list(folder)}
-        wanted = [path for path in sorted(named) if not path.endswith(f"{UNFINISHED}/{MANIFEST}")]
+        listed = sorted({self._name(path) for path in self._list(folder)})
+        names = [name for name in listed if self._is_name(name, cluster)]
+        wanted = [f"{folder}/{name}/{MANIFEST}" for name in names if not name.endswith(UNFINISHED)]
         if not wanted:
             return {}
         read: Mapping[str, Any] = self._files.cat(wanted, on_error="return")
@@ -123,8 +147,12 @@ class Remote:
     def fetch(
         self, cluster: int, tag: str, names: Sequence[str], directory: Path, pace: Pace
     ) -> None:
-        """Copy some files of a tag into a directory, whatever they hold."""
+        """Copy some files of a tag into a directory, whatever they hold.
+
+        `pace` is asked before each file, too, of no bytes.
+        """
         for name in names:
+            pace(0)
             target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
             path = f"{self._root}/cluster_{cluster}/{tag}/{name}"
@@ -184,6 +212,14 @@ class Remote:
             return []
         return found
 
+    def _is_name(self, name: str, cluster: int) -> bool:
+        """Whether a name can be a checkpoint's; says once which cannot."""
+        where = self.place(cluster, name)
+        if not is_tag_name(name) and where not in self._told:
+            self._told.add(where)
+            logger.warning("%r is passed over: that is no checkpoint's name", where)
+        return is_tag_name(name)
+
     @staticmethod
     def _name(path: str) -> str:
         return PurePosixPath(path).name
@@ -191,6 +227,11 @@ class Remote:
     @staticmethod
     def _below(path: str, folder: str) -> str:
         return path.strip("/").removeprefix(folder.strip("/")).strip("/")
+
+
+def is_tag_name(name: str) -> bool:
+    """Whether a folder of this name lies in its cluster's directory, and nowhere else."""
+    return name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name}
 
 
 def files_in(tag: Path) -> list[Path]:
@@ -204,13 +245,19 @@ def files_in(tag: Path) -> list[Path]:
 def names_in(manifest: bytes, where: str) -> dict[str, int | None]:
     """Return the files that a manifest names, with sizes as far as it has them.
 
-    ValueError where it cannot be trusted, or names what does not lie in the tag's directory.
+    ValueError where it cannot be trusted, names what does not lie in the tag's directory, or
+    nothing at all.
     """
     told = manifest_of_text(manifest.decode(errors="replace"), where)
     if DAMAGED in told:
         raise ValueError(told[DAMAGED])
     files, sizes = files_of(json.loads(manifest))
     names: dict[str, int | None] = {**dict.fromkeys(files), **sizes}
+    if not names:
+        raise ValueError(
+            f"{where} does not say which files it has, as dsx 0.2 saved it: copy its folder by "
+            "hand to where the run loads from, or load a later one"
+        )
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name:
@@ -228,7 +275,7 @@ def _open(url: str, setting: str) -> tuple[Any, str]:
         ) from None
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, TypeError) as error:  # TypeError: the URL lacks a part
         raise ValueError(f"{setting} {url}: {error}") from None
     return found
 

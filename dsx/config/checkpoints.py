@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,11 @@ from dsx.config.files import ConfigError
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _OF_REMOTE = ("remote_rate_mbit", "remote_end_seconds")
 REMOTE = "dsx.checkpoints.remote"
+_BETWEEN = re.compile(r"::(?=[a-z][a-z0-9+.-]*(?:://|::|$))", re.I)  # no IPv6 address, no password
+_PART = re.compile(r"([a-z][a-z0-9+.-]*)(?:://(.*))?", re.I | re.S)
+_USER_AND_PASSWORD = re.compile(r"[^/]*:.*@", re.S)
+_OF_THIS_MACHINE = ("file", "local", "memory")  # paths of which hold what they like
+_OF_TOKENS = ("github",)  # where the name before an "@" may be one
 
 
 class CheckpointsConfig(BaseModel):
@@ -84,19 +89,28 @@ def refuse_of_script(checkpoints: CheckpointsConfig) -> None:
 
 
 def check_url(url: str, setting: str) -> None:
-    """Raise ConfigError for what is no URL, or has a password in it, which records would show."""
-    try:
-        parts = urlsplit(url)
-        secret = parts.password
-    except ValueError as error:
-        raise ConfigError(f"{setting}={url!r} is no URL: {error}") from None
-    if "://" not in url or not parts.scheme:
+    """Raise ConfigError for what is no URL, or may hold a secret, which records would show.
+
+    A chain of URLs ("simplecache::s3://bucket/run") is looked at part by part. No message shows
+    what was given.
+    """
+    parts = [_PART.fullmatch(part) for part in _BETWEEN.split(url)]
+    if "://" not in url or None in parts:
         raise ConfigError(
-            f"{setting}={url!r} must be a URL that fsspec knows; use one such as "
-            "s3://bucket/run or file:///mnt/share/run"
+            f"{setting} must be a URL that fsspec knows; use one such as s3://bucket/run or "
+            "file:///mnt/share/run"
         )
-    if secret is not None:
-        raise ConfigError(
-            f"{setting} has a password in it, which the run's records would show: leave it out, "
-            "and give it as that service's library takes it (an environment variable, a file)"
-        )
+    for part in parts:
+        assert part is not None
+        scheme, rest = part[1].lower(), part[2] or ""
+        if scheme not in _OF_THIS_MACHINE and _holds_secret(scheme, rest):
+            raise ConfigError(
+                f"{setting} has a password in it, or what may be one (of {scheme}://: '@' behind "
+                "a name and ':', '?' or '#'), which the run's records would show: leave it out, "
+                "and give it as that service's library takes it (an environment variable, a file)"
+            )
+
+
+def _holds_secret(scheme: str, rest: str) -> bool:
+    is_token = scheme in _OF_TOKENS and "@" in rest
+    return is_token or "?" in rest or "#" in rest or _USER_AND_PASSWORD.match(rest) is not None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, MANIFEST, UNFINISHED, find_damage, read_manifest
-from dsx.checkpoint.remote import Remote, names_in
+from dsx.checkpoint.remote import Pace, Remote, is_tag_name, names_in
 from dsx.checkpoint.tags import cluster_directory, has_same_content, sync_to_disk
 from dsx.comm.world import World
 from dsx.core.progress import SOON, Progress
@@ -59,9 +60,14 @@ class Fetching:
         return self._remote is not None
 
     def begin(self, cluster: int, tag: str) -> Bringing:
-        """Begin to bring a tag to the disk, on a thread. Collective in the cluster."""
+        """Begin to bring a tag to the disk, on a thread. Collective in the cluster.
+
+        ValueError for what is no checkpoint's name, as `Remote.tags` gives none.
+        """
         remote = self._remote
         assert remote is not None
+        if not is_tag_name(tag):
+            raise ValueError(f"{tag!r} is no checkpoint's name, and nothing is fetched: rename it")
         directory = cluster_directory(self._base, cluster)
         unfinished = directory / f"{tag}.for_{self._world.cluster_id}{UNFINISHED}"
         where = remote.place(cluster, tag)
@@ -77,15 +83,15 @@ class Fetching:
             told = _attempt(prepare, where)
         manifest, trouble = from_first(told)
 
-        def bring() -> None:
+        def bring(pace: Pace) -> None:
             if trouble is not None:
                 raise OSError(trouble)
-            self._bring(remote, cluster, tag, manifest, unfinished)
+            self._bring(remote, cluster, tag, manifest, unfinished, pace)
 
         return Bringing(bring, where, manifest, unfinished, directory / tag, self._world)
 
     def _bring(
-        self, remote: Remote, cluster: int, tag: str, manifest: bytes, unfinished: Path
+        self, remote: Remote, cluster: int, tag: str, manifest: bytes, unfinished: Path, pace: Pace
     ) -> None:
         """Fetch this rank's share of the files, the largest shared out first."""
         where, rank = remote.place(cluster, tag), self._world.rank
@@ -94,7 +100,12 @@ class Fetching:
         own = names[rank :: self._world.world_size]
         total = sum(sizes[name] or 0 for name in own)
         progress = Progress(f"fetching {where}", total, rank == 0, first_seconds=SOON)
-        remote.fetch(cluster, tag, own, unfinished, progress.moved)
+
+        def moved(num_bytes: int) -> None:
+            pace(num_bytes)
+            progress.moved(num_bytes)
+
+        remote.fetch(cluster, tag, own, unfinished, moved)
 
     def _list(self) -> tuple[dict[int, Manifests], str]:
         """Return the tags there by cluster, and "", or why they cannot be read."""
@@ -116,7 +127,7 @@ class Bringing:
 
     def __init__(
         self,
-        bring: Callable[[], None],
+        bring: Callable[[Pace], None],
         where: str,
         manifest: bytes,
         unfinished: Path,
@@ -126,17 +137,37 @@ class Bringing:
         self._where, self._manifest, self._world = where, manifest, world
         self._unfinished, self._final = unfinished, final
         self._trouble: str | None = None
+        self._heard = time.monotonic()  # when bytes came last
+        self._is_given_up = False
 
         def run() -> None:
-            _, self._trouble = _attempt(bring, where)
+            _, trouble = _attempt(lambda: bring(self._came), where)
+            if not self._is_given_up:
+                self._trouble = trouble
 
         self._thread = threading.Thread(target=run, name="dsx-fetch", daemon=True)
         self._thread.start()
 
     def is_over(self, seconds: float) -> bool:
-        """Wait for this rank's share so long at most; return whether it has come, or failed."""
+        """Wait for this rank's share so long at most; return whether it has come, or failed.
+
+        It has failed, too, where nothing has come for `clusters.deadline_seconds`.
+        """
         self._thread.join(seconds)
-        return not self._thread.is_alive()
+        quiet, deadline = time.monotonic() - self._heard, self._world.deadline_seconds
+        if self._thread.is_alive() and not self._is_given_up and quiet > deadline:
+            self._is_given_up = True
+            self._trouble = (
+                f"nothing came for {deadline:g} s from {self._where} (checkpoints.remote, "
+                "clusters.deadline_seconds)"
+            )
+            logger.warning("rank %d: %s; it is not waited for", self._world.rank, self._trouble)
+        return self._is_given_up or not self._thread.is_alive()
+
+    def _came(self, num_bytes: int) -> None:
+        if self._is_given_up:
+            raise OSError("too late: it is not waited for any more")
+        self._heard = time.monotonic()
 
     def complete(self) -> str | None:
         """Give the tag its name, if all is there and intact; return what this rank finds wrong.
@@ -179,6 +210,8 @@ def _attempt(work: Callable[[], Any], where: str) -> tuple[Any, str | None]:
 
 def _name(unfinished: Path, final: Path) -> None:
     """Give what was fetched its name; another cluster of this disk may have been first."""
+    if final.resolve().parent != unfinished.parent.resolve():
+        raise ValueError(f"{final} does not lie in {unfinished.parent}: nothing there is touched")
     for path in unfinished.rglob("*"):
         sync_to_disk(path)
     if _is_complete(final):

@@ -3,7 +3,7 @@
 A good checkpoint that all clusters hold on their disks is copied by the first rank of each, on a
 thread, one at a time. All copy the same one: the next is begun where all have told, beside a
 transfer (notices.py), that they are done with the one before, and it is the newest that all hold by
-then. So what is complete there is complete of all clusters, however unequal their lines, and of
+then. So all have the same ones there, however unequal their lines, where none fails, and of
 checkpoints that come faster than a line carries them the newest ones go. Where one cannot be
 copied, training goes on, and the next is tried. As a run ends its last checkpoint is copied, for
 which the end waits a while.
@@ -33,9 +33,11 @@ from dsx.core.progress import Progress
 from dsx.core.waits import waiting_for
 from dsx.outer.sources import Rate
 from dsx.training.notices import Notices
+from dsx.training.silent_copies import Silence
 
 logger = logging.getLogger(__name__)
 _KIND = "copied"
+_MARK_SECONDS = 30.0  # that an end waits for what has diverged to say so there, too
 
 
 class Told(Protocol):
@@ -96,6 +98,8 @@ class Copying:
         self._open: _Copy | None = None  # which all copy now
         self._waits_for: set[int] = set()
         self._has: dict[int, bool] = {}  # clusters that are done with it, and whether it is there
+        self._silence = Silence(notices.cluster)
+        self._marks: list[Path] = []  # tags whose manifests are still to be written there
         self._common: set[str] = set()  # tags that all have there
         self._last: _Copy | None = None  # that this cluster has saved
         self._copied: set[tuple[str, int]] = set()
@@ -130,6 +134,7 @@ class Copying:
             self._next = None
         if self._last is not None and self._last.path == path:
             self._last = None
+        self._marks.append(path)
         self._do(partial(self._renew, path))
 
     def pass_boundary(self) -> None:
@@ -139,6 +144,7 @@ class Copying:
             key = (notice.payload["tag"], notice.payload["step"])
             if self._open is not None and key == self._open.key:
                 self._has[notice.cluster] = notice.payload["is_there"]
+                self._silence.told_by(notice.cluster)
         waits_for = self._waits_for & {*self._members()}
         if self._open is not None and waits_for <= self._has.keys():
             if all(self._has[cluster] for cluster in waits_for):
@@ -146,6 +152,8 @@ class Copying:
                 self._do(partial(self._delete, self._open.path.parent, set(self._common)))
             self._open = None
             self._begin_if_free()
+        elif self._open is not None:
+            self._tell_of_silence(self._open, waits_for - self._has.keys())
 
     def end(self) -> None:
         """Copy the last checkpoint, unless that is done; wait for it, and for what was begun.
@@ -172,7 +180,17 @@ class Copying:
             self._is_closed = self._is_given_up = True
             has_closed(self)
             self._work.put(None)
+            self._wait_for_marks()
             self._take_done()
+
+    def _wait_for_marks(self) -> None:
+        """Let what has diverged say so there, too: a copy under way ends at its next chunk."""
+        if not self._marks or self._thread is None:
+            return
+        with waiting_for(f"marks of checkpoints at {self._remote.url}", _MARK_SECONDS):
+            self._thread.join(_MARK_SECONDS)
+        for path in sorted({*self._marks}):
+            self._not_marked(path, f"nothing was heard of it for {_MARK_SECONDS:g} s")
 
     def _wait(self) -> None:
         if self._thread is None:
@@ -206,6 +224,7 @@ class Copying:
         if self._open is None and self._next is not None:
             self._open, self._next = self._next, None
             self._waits_for, self._has = {*self._members()}, {}
+            self._silence.begin()
             self._do(partial(self._copy, self._open))
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -220,6 +239,8 @@ class Copying:
             work()
 
     def _copy(self, copy: _Copy) -> None:
+        if self._is_given_up:
+            return
         began, num_bytes, why = time.monotonic(), 0, ""
         url = self._remote.place(self._notices.cluster, copy.path.name)
         try:
@@ -237,6 +258,7 @@ class Copying:
         if self._is_given_up:
             raise Changed("the run ends")
         self._rate.wait(num_bytes)
+        self._silence.moved()
         progress.moved(num_bytes)
 
     def _take_done(self) -> None:
@@ -252,22 +274,46 @@ class Copying:
             if not self._is_closed:
                 told: dict[str, Any] = {"tag": copy.path.name, "step": copy.step}
                 self._notices.post(_KIND, {**told, "is_there": why == ""})
+                if self._open is not None and copy.key == self._open.key:
+                    self._silence.is_done_here()
+
+    def _tell_of_silence(self, copy: _Copy, waits_for: set[int]) -> None:
+        seconds, own = self._silence.longer_than(waits_for), self._notices.cluster
+        if seconds is None:
+            return
+        url = self._remote.place(own, copy.path.name)
+        if own in waits_for:
+            why = f"no byte has gone there for {seconds:.0f} s; all clusters wait for this copy"
+            self._told.not_copied(copy.path, copy.step, url, why)
+            return
+        logger.warning(
+            "%s: this cluster is done with it, and clusters %s have not said for %.0f s that they "
+            "are; no other checkpoint is copied before, and their logs say whether their copies go "
+            "on", url, sorted(waits_for), seconds,
+        )  # fmt: skip
 
     def _renew(self, path: Path) -> None:
+        why = ""
         try:
             if self._remote.renew(path):
                 logger.info("%s says so, too", self._remote.place(*_place(path)))
         except Changed:
-            return  # it is gone from the disk, too
+            pass  # it is gone from the disk, too
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
-            logger.error(
-                "%s could not be marked (%s: %s): delete it by hand, else a new start on another "
-                "machine takes it", self._remote.place(*_place(path)), type(error).__name__, error,
-            )  # fmt: skip
+            why = f"{type(error).__name__}: {error}"
+        self._marks.remove(path)
+        if why:
+            self._not_marked(path, why)
+
+    def _not_marked(self, path: Path, why: str) -> None:
+        logger.error(
+            "%s could not be marked (%s): delete it by hand, else a new start on another machine "
+            "takes it", self._remote.place(*_place(path)), why,
+        )  # fmt: skip
 
     def _delete(self, directory: Path, common: set[str]) -> None:
         keep, cluster = self._config.keep, _place(directory / "tag")[0]
-        if keep is None:
+        if keep is None or self._is_given_up:
             return
         try:
             for tag in superfluous(self._remote.tags(cluster), common, keep):

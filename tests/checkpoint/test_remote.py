@@ -10,11 +10,13 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from dsx.checkpoint.checksums import DAMAGED, MANIFEST, find_damage, sealed
 from dsx.checkpoint.diverged import mark_diverged
 from dsx.checkpoint.remote import Changed, Remote, names_in
 from dsx.checkpoint.tags import complete_tags
+from dsx.config.checkpoints import check_url
 from tests.checkpoint.test_tags import write
 from tests.installed import needs
 
@@ -141,15 +143,84 @@ def test_a_damaged_manifest_is_named(remote: Remote, tmp_path: Path) -> None:
     assert DAMAGED in remote.tags(0)["step10"]
 
 
+@pytest.mark.parametrize("name", ["..", "a\\..\\b"])
+def test_a_name_that_is_none_is_passed_over_and_told_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An object store's keys may hold what a directory's entries cannot."""
+    files = fsspec.filesystem("memory")
+    for folder in (name, "step10"):
+        path = f"/names/cluster_0/{folder}/{MANIFEST}"
+        files.store[path] = MemoryFile(files, path, json.dumps(sealed({"step": 10})).encode())
+    try:
+        remote = Remote("memory://names", "here")
+        assert list(remote.tags(0)) == list(remote.tags(0)) == ["step10"]
+    finally:
+        for path in [one for one in files.store if one.startswith("/names/")]:
+            del files.store[path]
+    assert caplog.text.count("is passed over: that is no checkpoint's name") == 1
+
+
+def test_what_names_no_files_is_not_taken_for_a_whole_one() -> None:
+    """As dsx 0.2 saved it."""
+    for told in ({"step": 1}, {"step": 1, "checksums": {}, "sizes": {}}):
+        with pytest.raises(ValueError, match="does not say which files it has.*by hand"):
+            names_in(json.dumps(sealed(told)).encode(), "there")
+
+
+class Away(MemoryFileSystem):
+    """Connects as it is opened, as sftp does; nobody is there at first."""
+
+    protocol = "away"
+    cachable = False
+    is_there = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if not Away.is_there:
+            raise ConnectionRefusedError(111, "Connection refused")
+        super().__init__(*args, **options)
+
+
+def test_a_place_that_is_away_as_a_run_starts_is_tried_again(tmp_path: Path) -> None:
+    fsspec.register_implementation("away", Away, clobber=True)
+    Away.is_there = False
+    remote = Remote("away://run", "here")
+    for use in (remote.clusters, lambda: remote.copy(tag_of(tmp_path))):
+        with pytest.raises(ConnectionRefusedError):
+            use()
+    Away.is_there = True
+    assert remote.tags(0) == {}
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
         ("bucket/run", "must be a URL that fsspec knows"),
+        ("ftp:/me:secret@host/run", "must be a URL that fsspec knows"),
         ("no-such-thing://x", "no-such-thing"),
         ("ftp://me:secret@host/run", "has a password in it"),
+        ("ftp://me:se/cret@host/secret", "has a password in it"),
+        ("ftp://me:se[cret@host/secret", "has a password in it"),
+        ("ftp://me:se::cret@host/secret", "has a password in it"),
+        ("simplecache::ftp://me:secret@host/run", "has a password in it"),
+        ("file:///x::sftp://me:secret@host/run", "has a password in it"),
+        ("az://run?sig=secret", "has a password in it"),
+        ("az://run#secret", "has a password in it"),
+        ("GitHub://secret@me/run", "has a password in it"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as raised:
         Remote(url, "dsx.checkpoints.remote")
     assert "dsx.checkpoints.remote" in str(raised.value) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///mnt/a:b@c", "sftp://me@host:22/run", "sftp://me@[::1]:22/run",
+        "simplecache::s3://bucket/run", "abfss://run@account.dfs.core.windows.net/a",
+    ],
+)  # fmt: skip
+def test_a_user_or_a_chain_is_no_password(url: str) -> None:
+    check_url(url, "here")
