@@ -34,7 +34,8 @@ def through_first(
 
     `store` is the cluster's, and `what`, a word or two, the key. `make` is called on the first rank
     alone, with the values by rank, and returns as many; it may take `make_seconds`. PeerLost on all
-    ranks, with the same words, if one does not come within `deadline_seconds`, or `make` raises it.
+    ranks, with the same words, if one does not come within `deadline_seconds`, or `make` raises it;
+    of any other error that `make` raises the others have RuntimeError, which names it.
     """
     ranks = range(rank_info.world_size)
     whole: Any = store  # its class does not declare all that it has
@@ -45,8 +46,12 @@ def through_first(
         seconds = deadline_seconds + make_seconds + _RELAY_SECONDS
         told = _get(store, what, [made[rank_info.rank]], lambda: "its rank 0", rank_info, seconds)
         value = json.loads(told[0])
+        if "lost" in value:
+            raise PeerLost(value["lost"])
         if "error" in value:
-            raise PeerLost(value["error"])
+            raise RuntimeError(
+                f"{what}: rank 0 of cluster {rank_info.cluster_id} has failed: {value['error']}"
+            )
         return value["value"]
 
     def missing() -> str:
@@ -56,11 +61,14 @@ def through_first(
     try:
         told = _get(store, what, given, missing, rank_info, deadline_seconds)
         values = make([json.loads(text) for text in told])
-    except PeerLost as error:
+        texts = [json.dumps({"value": value}) for _, value in zip(made, values, strict=True)]
+    except Exception as error:
+        is_lost, name = isinstance(error, PeerLost), type(error).__name__
+        said = {"lost": str(error)} if is_lost else {"error": f"{name}: {error}"}
         with suppress(RuntimeError):  # then they learn from their own store
-            whole.multi_set(made, [json.dumps({"error": str(error)})] * len(made))
+            whole.multi_set(made, [json.dumps(said)] * len(made))
         raise
-    whole.multi_set(made, [json.dumps({"value": value}) for value in values])
+    whole.multi_set(made, texts)
     return values[0]
 
 

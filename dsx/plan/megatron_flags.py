@@ -31,11 +31,28 @@ _SWITCHES = (
     "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
     "enable-cuda-graph", "external-cuda-graph", "qk-layernorm", "moe-shared-expert-gate",
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+    "quick-geglu", "use-rotary-position-embeddings", "no-position-embedding",
 )  # fmt: skip
-_UNKNOWN_VALUES = ("mtp-num-layers", "moe-latent-size", "pipeline-model-parallel-layout")
+_WORDS = {  # with Megatron's defaults
+    "moe-layer-freq": "1", "position-embedding-type": "learned_absolute",
+    "normalization": "LayerNorm", "cuda-graph-impl": "none",
+}  # fmt: skip
+_NUMBERS = {"make-vocab-size-divisible-by": 128, "moe-router-topk": 2}
+_UNKNOWN_VALUES: dict[str, tuple[str, ...]] = {  # with those that change nothing
+    "mtp-num-layers": (), "moe-latent-size": (), "pipeline-model-parallel-layout": (),
+    "optimizer": ("adam",), "num-distributed-optimizer-instances": ("1",),
+    "softmax-type": ("vanilla", "off-by-one"), "experimental-attention-variant": (),
+    "linear-attention-freq": (), "heterogeneous-layers-config-path": (),
+    "heterogeneous-layers-config-encoded-json": (), "hybrid-override-pattern": (),
+    "hybrid-layer-pattern": (), "padded-vocab-size": (), "spec": (), "yaml-cfg": (),
+    "tensor-parallel-num-weight-shards": (), "expert-tensor-parallel-num-weight-shards": (),
+}  # fmt: skip
 _UNKNOWN = (
     "fp16", "multi-latent-attention", "optimizer-cpu-offload", "use-precision-aware-optimizer",
     "moe-use-legacy-grouped-gemm", "moe-router-enable-expert-bias", "attention-output-gate",
+    "use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2", "fp8-param-gather",
+    "fp4-param-gather", "grad-reduce-in-bf16", "qk-l2-norm", "is-hybrid-model", "moe-extended-tp",
+    "retro-add-retriever", "freeze-all-layers",
 )  # fmt: skip
 
 
@@ -44,17 +61,16 @@ def parse(text: Sequence[str]) -> argparse.Namespace:
 
     ValueError for a missing or senseless one, and for flags whose effect no formula here tells.
     """
+    _require_whole_names(text)
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for name in _SIZES:
         parser.add_argument(f"--{name}", type=int)
     for name in _SIZES_OF_ONE:
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--moe-router-topk", type=int, default=2)
-    parser.add_argument("--moe-layer-freq", default="1")
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    parser.add_argument("--normalization", default="LayerNorm")
-    parser.add_argument("--cuda-graph-impl", default="none")
+    for name, number in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    for name, word in _WORDS.items():
+        parser.add_argument(f"--{name}", default=word)
     for name in _UNKNOWN_VALUES:
         parser.add_argument(f"--{name}")
     for name in (*_SWITCHES, *_UNKNOWN):
@@ -63,6 +79,7 @@ def parse(text: Sequence[str]) -> argparse.Namespace:
         known = parser.parse_known_args(list(text))[0]
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
+    _require_told(known)
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
     if missing:
@@ -71,26 +88,27 @@ def parse(text: Sequence[str]) -> argparse.Namespace:
         if isinstance(value, int) and not isinstance(value, bool):
             most = MAX_LAYERS if name == "num_layers" else MOST
             require_number(f"--{name.replace('_', '-')}", value, 1, most)
-    _require_told(known)
     _require_whole_heads(known)
     _require_whole_experts(known)
     return known
 
 
 def model_of(known: argparse.Namespace) -> GPT:
-    """Return the model's sizes, the vocabulary padded as Megatron pads it."""
+    """Return the model's sizes, the vocabulary padded as Megatron pads it.
+
+    ValueError for positions that Megatron refuses.
+    """
     multiple = known.make_vocab_size_divisible_by * known.tensor_model_parallel_size
     groups = known.num_query_groups if known.group_query_attention else None
-    is_learned = known.position_embedding_type == "learned_absolute"
     return GPT(
         layers=known.num_layers,
         hidden=known.hidden_size,
-        ffn=known.ffn_hidden_size or 4 * known.hidden_size,
+        ffn=_ffn(known),
         heads=known.num_attention_heads,
         groups=groups or known.num_attention_heads,
         vocabulary=-(-known.vocab_size // multiple) * multiple,
-        positions=(known.max_position_embeddings or known.seq_length) if is_learned else None,
-        is_gated=known.swiglu,
+        positions=_learned_positions(known),
+        is_gated=known.swiglu or known.quick_geglu,
         has_bias=not known.disable_bias_linear,
         has_qkv_bias=known.add_qkv_bias,
         is_rms_norm=known.normalization == "RMSNorm",
@@ -129,13 +147,54 @@ def split_of(known: argparse.Namespace) -> PipelineSplit:
     return PipelineSplit(chunks, first, last, counts_embedding, counts_loss)
 
 
+def _ffn(known: argparse.Namespace) -> int:
+    """Return the MLP's width; Megatron's default of SwiGLU is two thirds, down to a 64th."""
+    if known.ffn_hidden_size:
+        return known.ffn_hidden_size
+    if known.swiglu:
+        return int((4 * known.hidden_size * 2 / 3) / 64) * 64
+    return 4 * known.hidden_size
+
+
+def _learned_positions(known: argparse.Namespace) -> int | None:
+    kind = "rope" if known.use_rotary_position_embeddings else known.position_embedding_type
+    if known.no_position_embedding and kind != "rope":
+        raise ValueError(
+            f"--no-position-embedding with --position-embedding-type {kind}, which Megatron "
+            "refuses; write --position-embedding-type rope"
+        )
+    is_learned = kind == "learned_absolute"
+    return (known.max_position_embeddings or known.seq_length) if is_learned else None
+
+
+def _require_whole_names(text: Sequence[str]) -> None:
+    """Raise ValueError for an abbreviation, which Megatron would take and this parser pass over."""
+    of_values = (*_SIZES, *_SIZES_OF_ONE, *_NUMBERS, *_WORDS, *_UNKNOWN_VALUES)
+    names = [f"--{name}" for name in (*of_values, *_SWITCHES, *_UNKNOWN)]
+    for word in text:
+        short = word.split("=")[0]
+        if len(short) < 3 or not short.startswith("--") or short in names:
+            continue
+        whole = [name for name in names if name.startswith(short)]
+        if whole:
+            raise ValueError(f"{short} is short for {' or '.join(whole)}; write the name in full")
+
+
 def _require_told(known: argparse.Namespace) -> None:
     """Raise ValueError for flags with which a rank holds what no formula here tells."""
-    names = [n for n in (*_UNKNOWN_VALUES, *_UNKNOWN) if getattr(known, n.replace("-", "_"))]
-    if names:
+    told = vars(known)
+    given = {name: told[name.replace("-", "_")] for name in _UNKNOWN_VALUES}
+    flags = [
+        f"--{name} {value}"
+        for name, value in given.items()
+        if value is not None and value not in _UNKNOWN_VALUES[name]
+    ]
+    flags += [f"--{name}" for name in _UNKNOWN if told[name.replace("-", "_")]]
+    if flags:
         raise ValueError(
-            f"{', '.join(f'--{name}' for name in names)}: dsx memory plans GPTs in fp32 or bf16, "
-            "with optimizer states on the accelerator; leave the flags out to plan such a model"
+            f"{', '.join(flags)}: dsx memory plans GPTs of attention and MLPs or experts, in fp32 "
+            "or bf16, with gradients in fp32 and Adam's states on the accelerator, whole or "
+            "sharded over all data-parallel ranks; leave the flags out to plan such a model"
         )
 
 
@@ -185,7 +244,7 @@ def _experts(known: argparse.Namespace) -> Experts | None:
         return None
     return Experts(
         known.num_experts,
-        known.moe_ffn_hidden_size or known.ffn_hidden_size or 4 * known.hidden_size,
+        known.moe_ffn_hidden_size or _ffn(known),
         known.moe_router_topk,
         _with_experts(known.moe_layer_freq, known.num_layers),
         known.moe_shared_expert_intermediate_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from dsx.comm.through_first import through_first
@@ -49,6 +50,24 @@ def test_an_error_of_the_first_rank_is_everyones() -> None:
     results, _ = among_ranks(fails)
     assert [str(each) for each in results] == ["cluster 0 did not say it"] * RANKS
     assert all(isinstance(each, PeerLost) for each in results)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda numbers: [{}[number] for number in numbers], KeyError, "KeyError: 0"),
+        (lambda numbers: numbers[1:], ValueError, "ValueError: zip() argument 2 is shorter than"),
+        (lambda numbers: [object()] * RANKS, TypeError, "TypeError: Object of type object is not"),
+    ],
+)
+def test_any_other_error_of_the_first_rank_is_told_to_all(
+    make: Callable[[list[Any]], Sequence[Any]], error: type[Exception], said: str
+) -> None:
+    results, _ = among_ranks(make)
+    assert isinstance(results[0], error)
+    assert {type(each) for each in results[1:]} == {RuntimeError}
+    for each in results[1:]:
+        assert str(each).startswith(f"numbers: rank 0 of cluster 1 has failed: {said}")
 
 
 def test_a_rank_that_does_not_come_is_named_by_all() -> None:

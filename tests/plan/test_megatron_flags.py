@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,66 @@ def test_experts_are_in_the_layers_that_the_flags_name(more: str, pattern: str) 
 def test_experts_that_are_not_served_are_refused_by_name(more: str, why: str) -> None:
     with pytest.raises(ValueError, match=why.replace("*", r"\*")):
         model_of(parse(shlex.split(EXPERTS + more)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [("", 4 * 1000), ("--swiglu", 2624), ("--quick-geglu", 4 * 1000), ("--swiglu --bf16", 2624)],
+)
+def test_the_mlp_is_as_wide_as_megatron_makes_it(flags: str, width: int) -> None:
+    """Of SwiGLU 64 x floor(8/3 x 1000 / 64), 2666.7 in whole 64s; an expert is as wide."""
+    size = "--num-layers 4 --hidden-size 1000 --num-attention-heads 4 --seq-length 32 "
+    size += "--vocab-size 256 --disable-bias-linear --num-experts 2 --moe-layer-freq 2 "
+    model = model_of(parse(shlex.split(size + flags)))
+    assert model.experts is not None
+    assert (model.ffn, model.experts.ffn) == (width, width)
+    assert model.is_gated == ("glu" in flags)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--optimizer sgd", "--optimizer muon", "--use-megatron-fsdp", "--use-torch-fsdp2",
+        "--num-distributed-optimizer-instances 2", "--fp8-param-gather", "--grad-reduce-in-bf16",
+        "--heterogeneous-layers-config-path x.json", "--hybrid-override-pattern M-M*",
+        "--experimental-attention-variant gated_delta_net", "--linear-attention-freq 2",
+        "--softmax-type learnable", "--padded-vocab-size 512", "--spec local", "--yaml-cfg x.yaml",
+        "--qk-l2-norm",
+    ],
+)  # fmt: skip
+def test_what_no_formula_tells_is_refused_by_name_and_value(more: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(more)}: dsx memory plans GPTs of attention"):
+        parse(shlex.split(DENSE + more))
+
+
+def test_values_that_change_nothing_are_taken() -> None:
+    more = "--optimizer adam --num-distributed-optimizer-instances 1 --softmax-type vanilla"
+    more += " --fp8-format e4m3 --transformer-impl local -- --x"
+    assert model_of(parse(shlex.split(f"{DENSE} {more}"))) == model_of(parse(shlex.split(DENSE)))
+
+
+@pytest.mark.parametrize(
+    ("more", "whole"),
+    [
+        ("--num-query-group 8", "--num-query-group is short for --num-query-groups;"),
+        ("--swig", "--swig is short for --swiglu;"),
+        ("--tensor-model=2", "--tensor-model is short for --tensor-model-parallel-size;"),
+        ("--grad-reduce", "--grad-reduce is short for --grad-reduce-in-bf16;"),
+    ],
+)
+def test_abbreviations_that_megatron_takes_are_refused(more: str, whole: str) -> None:
+    with pytest.raises(ValueError, match=f"{whole} write the name in full"):
+        parse(shlex.split(DENSE + more))
+
+
+def test_rotary_positions_by_their_older_flags() -> None:
+    rotary = "--use-rotary-position-embeddings"
+    assert model_of(parse(shlex.split(DENSE))).positions == 32
+    assert model_of(parse(shlex.split(DENSE + rotary))).positions is None
+    both = f"{DENSE} {rotary} --no-position-embedding"
+    assert model_of(parse(shlex.split(both))).positions is None
+    with pytest.raises(ValueError, match="--no-position-embedding with --position-embedding-type"):
+        model_of(parse(shlex.split(f"{DENSE} --no-position-embedding")))
 
 
 def test_other_refusals_name_their_flag(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class Door:
         """`hello` is what clusters compare when they meet. `come` is told of ranks to expect."""
         self._told = {"session": session, "hello": dict(hello), "places": own.places}
         self._link, self._members, self._come = link, members, come
+        self._num_ranks = len(own.places)
         link.serve(self._serve, DOOR)
 
     def _serve(self, asker: Name, body: bytes, answer: Answer) -> None:
@@ -62,6 +63,11 @@ class Door:
             if verb != "come":
                 raise ValueError(f"verb {verb!r:.40}")
             ranks = Ranks.of(operands[0])
+            if len(ranks.places) != self._num_ranks:
+                raise ValueError(
+                    f"cluster {asker[0]} has {len(ranks.places)} ranks, and each one of this run "
+                    f"has {self._num_ranks}; start it with {self._num_ranks}"
+                )
         except (ValueError, TypeError, KeyError, IndexError) as error:
             answer(json.dumps({"error": f"a request that cannot be done: {error}"}).encode())
             return

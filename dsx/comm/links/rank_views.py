@@ -97,7 +97,9 @@ class Board:
         for key in (f"lost/{rank}" for rank in range(1, self._num_ranks)):
             if store.check([key]):
                 noted: dict[str, tuple[int, str]] = json.loads(store.get(key))
-                self._lost |= {int(id): (come, why) for id, (come, why) in noted.items()}
+                for id, (come, why) in noted.items():
+                    if come >= self._lost.get(int(id), (0, ""))[0]:
+                        self._lost[int(id)] = come, why
 
 
 class _Views:

@@ -92,7 +92,8 @@ def _llama(config: Mapping[str, Any], kind: str, path: Path) -> ModelNotes:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim") or hidden // heads
     given = config.get("rope_parameters") or {}  # of transformers 5
-    base = given.get("rope_theta") or config.get("rope_theta", 10000.0)
+    default = {} if kind == "mixtral" else {"rope_theta": 10000.0}  # Mixtral's is another
+    base = given.get("rope_theta") or {**default, **config}["rope_theta"]
     scaling = {
         key: value
         for key, value in (config.get("rope_scaling") or given).items()
