@@ -125,7 +125,7 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
     first, last = metrics.trace_steps
     for key, value in (
         ("trace_steps", [first, last]),
-        ("trace_megabytes", f"{metrics.trace_megabytes:g}"),
+        ("trace_megabytes", shown(metrics.trace_megabytes)),
     ):
         if key in metrics.model_fields_set and not metrics.trace:
             raise ConfigError(

@@ -82,7 +82,7 @@ class GroupFormat:
         if self.is_ternary or self.levels[1:]:
             work["value"] = each
         if self.levels[1:]:
-            work["rank"] = each
+            work |= {"rank": each, "root": 8 * groups}
         if self.mantissa_bits is not None:
             work |= dict.fromkeys(("rank", "value", "bits", "sign", "exponent"), each)
         if self.is_stochastic:

@@ -64,7 +64,8 @@ def quantize_to_levels(
     torch.sum(codes, dim=1, keepdim=True, out=scales)
     scales.mul_(1 / x.shape[1])
     if levels[1:]:
-        scales.sqrt_()
+        root = new("root", tuple(scales.shape), torch.float64)
+        scales.copy_(root.copy_(scales).sqrt_())  # MKL's of fp32 is not the nearest number
     to_bf16(scales.mul_(step), NEAREST, form.top_value).mul_(nonzero)
     codes.fill_(0.5)
     if levels[1:]:
