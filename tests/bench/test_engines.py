@@ -76,7 +76,7 @@ def test_a_loss_that_does_not_fall_and_an_average_that_is_far_are_told() -> None
     row = Row("torch", "torch", "one rank", 1)
     judge(row, seen)
     assert "recommended: loss 5.000 to 4.600, not below 0.9 of it" in row.wrong
-    assert "recommended: 4.6000, more than 20% from 3.0000" in row.wrong
+    assert "recommended: 4.6000, more than 1.2 times 3.0000" in row.wrong
     assert "diloco: no one loss" in row.wrong
     assert "| 4.6000 | - | yes |" in as_markdown([row], 200)
 
