@@ -29,7 +29,7 @@ KINDS = [
     Kind(family="bert", pipeline=2, is_tied=True),
     Kind(family="bert", tensor=2),
     Kind(family="t5", is_tied=True),
-    Kind(family="t5", tensor=2, is_sharded=True),
+    Kind(family="t5", tensor=2, is_sharded=True, precision="bf16"),
     Kind(family="mtp", pipeline=2),
     Kind(family="mtp", pipeline=2, is_sharded=True, precision="bf16"),
     Kind(family="mtp", is_tied=True),
@@ -80,7 +80,9 @@ def check_mean(kind: Kind, results: list[dict[str, Any]]) -> None:
         next(r for r in results if r["cluster"] == cluster) for cluster in range(NUM_CLUSTERS)
     ]
     first, second = (result["apart"] for result in by_cluster)
-    bound = 1e-7 if kind.precision == "fp32" else 2**-8  # of a weight, as it is rounded
+    bound = (
+        1e-7 if kind.precision == "fp32" else 2**-7
+    )  # of a weight: both and the mean are rounded
     assert any((first[name] != second[name]).any() for name in first)
     for name, weight in by_cluster[0]["mean"].items():
         mean = (first[name] + second[name]) / 2
