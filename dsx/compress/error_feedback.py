@@ -73,7 +73,7 @@ class Residual:
             self.stored = opening.state.zeros(self._wire.num_bytes(numel), dtype="uint8")
             # of who encodes
             own = opening.encoding if opening.at_launch else opening.buffers
-            self._codec = self._wire.codec(numel, torch.device("cpu"), buffers=own)  # by "auto"
+            self._codec = self._wire.codec(numel, torch.device("cpu"), buffers=own)
 
     def read(self) -> Tensor:
         """Return a copy of the residual, fp32 `[numel]`, before any decay."""

@@ -152,8 +152,8 @@ class LowRankChannel:
             matrix.average_q()
         if self._seat.num_clusters > 1:
             yield self._round(
-                lambda c: [t for m in matrices for t in m.q_from(here)],
-                lambda c: [t for m in matrices for t in m.q_from(c)],
+                lambda c: [t for m in matrices for t in m.q.means_of(here)],
+                lambda c: [t for m in matrices for t in m.q.means_of(c)],
             )
 
     def _to_owners(self, factors: Sequence[Factor]) -> Generator[ExchangeRound, None, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -86,31 +86,35 @@ class Factor:
 
     def encode_mean(self, block: Block, mean: Tensor) -> None:
         """Make the codes of a block's mean `[rank, block's length]`, which everybody decodes."""
-        self._down[block.length].encode(mean, self.message_of(block))
+        message = next(data for each, data in self._messages_down() if each is block)
+        self._down[block.length].encode(mean, message)
 
-    def message_of(self, block: Block) -> Tensor:
-        """Return the codes of a block's mean: its owner's to send, the others' to receive."""
-        return next(data for each, data in self.messages_down() if each is block)
-
-    def messages_down(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield all blocks with the codes of their means."""
-        start = 0
-        for block in self.blocks:
-            stop = start + self._down[block.length].num_bytes(self.rank)
-            yield block, self._mean[start:stop]
-            start = stop
+    def means_of(self, owner: int) -> list[Tensor]:
+        """Return the codes of the means that a cluster makes: its to send, others' to receive."""
+        return [data for block, data in self._messages_down() if block.owner == owner]
 
     def codes(self, out: Tensor) -> Tensor:
         """Write the codes of the mean to `out` `[rank, length]`; return the scales `[length]`."""
         scales = [
             self._down[block.length].decode(data, out[:, block.start : block.stop])
-            for block, data in self.messages_down()
+            for block, data in self._messages_down()
         ]
         return torch.cat(scales) if len(scales) > 1 else scales[0]
 
     def _messages_up(self, data: Tensor, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
-        start = 0
-        for block in blocks:
-            stop = start + up_bytes(self._wire, self.rows, block.length)
-            yield block, data[start:stop]
-            start = stop
+        return in_a_row(data, blocks, lambda block: up_bytes(self._wire, self.rows, block.length))
+
+    def _messages_down(self) -> Iterator[tuple[Block, Tensor]]:
+        sizes = {length: down.num_bytes(self.rank) for length, down in self._down.items()}
+        return in_a_row(self._mean, self.blocks, lambda block: sizes[block.length])
+
+
+def in_a_row(
+    data: Tensor, blocks: Sequence[Block], num_bytes: Callable[[Block], int]
+) -> Iterator[tuple[Block, Tensor]]:
+    """Yield blocks with their messages, which lie one behind another in `data`, uint8."""
+    start = 0
+    for block in blocks:
+        stop = start + num_bytes(block)
+        yield block, data[start:stop]
+        start = stop

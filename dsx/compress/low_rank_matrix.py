@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.factors import UpCodec, product
-from dsx.compress.low_rank_factor import Factor
+from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Opening
@@ -154,16 +154,12 @@ class LowRankMatrix:
         """Return the codes of blocks of a P that is cut for their owner, who sends them to all."""
         if not self.is_cut or sender != self._owners.qr or receiver == sender:
             return []
-        return _of(self.p, receiver)
+        return self.p.means_of(receiver)
 
     def p_from(self, sender: int, receiver: int) -> list[Tensor]:
         """Return the codes of the mean P that one cluster sends another: but what that has made."""
         has_made_it = self.is_cut and receiver == self._owners.qr
-        return [] if has_made_it else _of(self.p, sender)
-
-    def q_from(self, sender: int) -> list[Tensor]:
-        """Return the codes of the mean Q that a cluster sends all others."""
-        return _of(self.q, sender)
+        return [] if has_made_it else self.p.means_of(sender)
 
     def take_q(self) -> None:
         """Keep the mean Q as the next start."""
@@ -219,13 +215,12 @@ class LowRankMatrix:
             self.p.encode_mean(block, p[:, block.start : block.stop])
 
     def _told_blocks(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield the blocks of a P that is cut whose means are here, own or told, with the codes."""
-        here, start = self._seat.position, 0
-        for block in self._owners.p:
-            if here in (block.owner, self._owners.qr):
-                stop = start + up_bytes(self._sums_wire, self.rank + NUM_PROBES, block.length)
-                yield block, self._told[start:stop]
-                start = stop
+        """Return the blocks of a cut P whose means are here, own or told, with their codes."""
+        here, rows = self._seat.position, self.rank + NUM_PROBES
+        blocks = [each for each in self._owners.p if here in (each.owner, self._owners.qr)]
+        return in_a_row(
+            self._told, blocks, lambda block: up_bytes(self._sums_wire, rows, block.length)
+        )
 
     def _codes(self, is_p: bool) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a mean factor, from the bytes that everybody has."""
@@ -258,8 +253,3 @@ class LowRankMatrix:
     def _warm_rank(self) -> int:
         """Return how many directions are kept from the last round."""
         return int(self.warm.any(dim=1).sum())
-
-
-def _of(factor: Factor, owner: int) -> list[Tensor]:
-    """Return the codes of the means of the blocks that a cluster averages."""
-    return [data for block, data in factor.messages_down() if block.owner == owner]

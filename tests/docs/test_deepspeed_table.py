@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,26 +9,15 @@ import pytest
 from dsx.engines.deepspeed.refusals import REFUSED, Refusal, refuse_document
 from dsx.engines.deepspeed.served import SERVED, Served, table
 from tests.docs.pages import ROOT
-
-PAGE = ROOT / "docs" / "deepspeed.md"
-BEGIN, END = "<!-- served: begin -->\n", "<!-- served: end -->\n"
+from tests.docs.served_table import require_once, require_table
 
 
 def test_the_table_is_that_of_the_code() -> None:
-    rows = [("setting", "dsx", ""), ("---", "---", "---")]
-    rows += [(f"`{name}`", *rest) for name, *rest in table()]
-    wanted = "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
-    before, rest = PAGE.read_text().split(BEGIN)
-    now, after = rest.split(END)
-    if os.environ.get("DSX_WRITE_DOCS"):
-        PAGE.write_text(before + BEGIN + wanted + END + after)
-        return
-    assert now == wanted, "write it anew: DSX_WRITE_DOCS=1 pytest tests/docs"
+    require_table(ROOT / "docs" / "deepspeed.md", "setting", table())
 
 
 def test_a_setting_has_one_row() -> None:
-    names = [name for name, *_ in table()]
-    assert len(names) == len(set(names))
+    require_once(table())
 
 
 @pytest.mark.parametrize("one", SERVED, ids=lambda one: one.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,27 +9,17 @@ import pytest
 from dsx.engines.megatron.refusals import refuse_arguments
 from dsx.engines.megatron.served import SERVED, table
 from tests.docs.pages import ROOT
+from tests.docs.served_table import require_once, require_table
 
-PAGE = ROOT / "docs" / "megatron.md"
-BEGIN, END = "<!-- served: begin -->\n", "<!-- served: end -->\n"
 LAYOUT = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}  # of any experts
 
 
 def test_the_table_is_that_of_the_code() -> None:
-    rows = [("flag", "dsx", ""), ("---", "---", "---")]
-    rows += [(f"`{flag}`", *rest) for flag, *rest in table()]
-    wanted = "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
-    before, rest = PAGE.read_text().split(BEGIN)
-    now, after = rest.split(END)
-    if os.environ.get("DSX_WRITE_DOCS"):
-        PAGE.write_text(before + BEGIN + wanted + END + after)
-        return
-    assert now == wanted, "write it anew: DSX_WRITE_DOCS=1 pytest tests/docs"
+    require_table(ROOT / "docs" / "megatron.md", "flag", table())
 
 
 def test_a_flag_has_one_row() -> None:
-    flags = [flag for flag, *_ in table()]
-    assert len(flags) == len(set(flags))
+    require_once(table())
 
 
 @pytest.mark.parametrize("name", SERVED)

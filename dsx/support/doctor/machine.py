@@ -28,7 +28,8 @@ _TIMEX_BYTES = 1024  # more than struct timex has anywhere
 
 def look_at_machine() -> list[Finding]:
     """Return versions, GPUs, what codecs run, and the clock."""
-    return [*_versions(), _gpus(), *_accelerators(), _codecs(), _clock()]
+    found = gpus()
+    return [*_versions(), _gpus(found), *_accelerators(found), _codecs(), _clock()]
 
 
 def _versions() -> list[Finding]:
@@ -64,9 +65,9 @@ def _problems_of(found: dict[str, str]) -> list[Finding]:
     return problems
 
 
-def _gpus() -> Finding:
+def _gpus(found: list[str] | str) -> Finding:
     """Tell of what nvidia-smi sees; torch is not asked, whose import takes seconds."""
-    found, visible = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} chooses among them"
     if isinstance(found, str) or not found:
         text = f"none seen ({found or 'nvidia-smi lists none'}): ranks run where torch puts them"
@@ -79,9 +80,8 @@ def _gpus() -> Finding:
     return Finding("ok", "GPUs", f"{named} (name, memory, driver){chosen}")
 
 
-def _accelerators() -> list[Finding]:
+def _accelerators(found: list[str] | str) -> list[Finding]:
     """Tell what Megatron does without here; it matters on GPUs alone."""
-    found = gpus()
     if isinstance(found, str) or not found or installed_version("megatron-core") is None:
         return []
     return [Finding("note", "accelerators", line) for line in missing_accelerators()]
