@@ -14,6 +14,11 @@ from typing import Any
 GROWS = ("rampup_batch_size", "step_batch_size_schedule")
 
 
+def grows_by(arguments: Any) -> str | None:
+    """Return the argument by which the batch grows, if one does."""
+    return next((name for name in GROWS if getattr(arguments, name, None)), None)
+
+
 def count_by_own(arguments: Any) -> None:
     """Let Megatron's calculator decide by the cluster's own count, before a loop begins."""
     from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -40,9 +45,9 @@ def facts_of_batch(arguments: Any) -> dict[str, Any]:
     """
     from megatron.core import parallel_state
 
-    given = {name: getattr(arguments, name, None) for name in GROWS}
-    if not any(given.values()):
+    if grows_by(arguments) is None:
         return {}
+    given = {name: getattr(arguments, name, None) for name in GROWS}
     unit = arguments.micro_batch_size * parallel_state.get_data_parallel_world_size()
     rounds = getattr(arguments, "decrease_batch_size_if_needed", False)
     return {**given, "rounded_to": unit if rounds else None}
@@ -50,7 +55,7 @@ def facts_of_batch(arguments: Any) -> dict[str, Any]:
 
 def refuse_fixed_backwards(arguments: Any, backwards: int) -> None:
     """Raise ValueError for a `schedule.backwards` where the number of micro-batches changes."""
-    grows = next((name for name in GROWS if getattr(arguments, name, None)), None)
+    grows = grows_by(arguments)
     if grows is not None and backwards != 1:
         flag = f"--{grows.replace('_', '-')}"
         raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any
 from dsx.engines.megatron.data import sources_of_arguments
 from dsx.training.data_sources import Source, are_same, describe, share_data
 from megatron_patches import probe
-from megatron_patches.batch_size import GROWS, count_by_own
+from megatron_patches.batch_size import count_by_own, grows_by
 from megatron_patches.place import Place
 from megatron_patches.run import Run
 from megatron_patches.synchronous import require_place
@@ -176,8 +176,7 @@ def _training_line(division: Division, sources: list[Source], arguments: Any) ->
 
 
 def _read_in_this_run(division: Division, arguments: Any) -> str:
-    grows = any(getattr(arguments, name, None) for name in GROWS)
-    if grows and not arguments.train_samples:
+    if grows_by(arguments) and not arguments.train_samples:
         return f"{arguments.train_iters:,} steps in this run, of batches that grow"
     samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
     samples -= division.place.counted_before

@@ -35,7 +35,7 @@ def copy_newest(checkpoints: Path, remote: Remote, say: Callable[[str], object])
         raise FileNotFoundError(f"{checkpoints} holds no complete checkpoint to copy")
     copied: list[str] = []
     for tag in tags:
-        place = remote.place(int(tag.parent.name.removeprefix("cluster_")), tag.name)
+        place = remote.place_of(tag)
         files = files_in(tag)
         total = sum(path.stat().st_size for path in files)
         progress = Progress(f"copying to {place}", total, True, first_seconds=SOON)

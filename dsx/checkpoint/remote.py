@@ -101,6 +101,10 @@ class Remote:
                 raise content
         return found
 
+    def place_of(self, tag: Path) -> str:
+        """Return the URL of a tag of the disk, `cluster_<m>/<tag>`."""
+        return f"{self.url}/{tag.parent.name}/{tag.name}"
+
     def copy(self, tag: Path, pace: Pace = as_it_comes) -> int:
         """Copy a complete tag of the disk, `cluster_<m>/<tag>`; return how many bytes went over.
 

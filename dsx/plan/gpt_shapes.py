@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dsx.core.types import ParameterShape, Stage
+from dsx.plan.pipeline_split import PipelineSplit
 
 
 class Division(NamedTuple):
@@ -97,13 +99,12 @@ class GPT:
                 f"{self.layers}: --moe-layer-freq names every layer"
             )
 
-    def stage(self, stage: Stage, tensor: tuple[int, int] = (0, 1)) -> list[ParameterShape]:
-        """Return what a rank trains, in the model's order; a tied copy on the last stage left out.
+    def stage(self, stage: Stage) -> list[ParameterShape]:
+        """Return a stage's parameters whole, in the model's order; a copy tied at the end left out.
 
-        Of equal stages without expert parallelism; ValueError where the model cannot be cut so.
+        Of equal stages; ValueError where the model cannot be cut so.
         """
-        weights = self.weights(stage, Division(tensor[1], 1, tensor[1]))
-        return [weight.on(tensor) for weight in weights]
+        return [weight.on((0, 1)) for weight in self.weights(stage)]
 
     def weights(
         self, stage: Stage, cut: Division = WHOLE, layers: Sequence[int] | None = None
@@ -113,7 +114,9 @@ class GPT:
         `layers` are the stage's, None: of equal ones. ValueError where they cannot be cut so.
         """
         found = list(self._embedding()) if stage.index == 0 else []
-        for number in self._equal_run(stage) if layers is None else layers:
+        if layers is None:
+            (layers,) = PipelineSplit().layers(self.layers, stage.count)[stage.index]
+        for number in layers:
             found += self._layer(number, cut)
         if stage.index == stage.count - 1:
             found += self._norm("decoder.final_layernorm")
@@ -125,20 +128,12 @@ class GPT:
                 raise ValueError(f"{weight.name} {weight.shape} does not divide by {count}")
         return found
 
-    def _equal_run(self, stage: Stage) -> range:
-        if self.layers % stage.count:
-            raise ValueError(
-                f"{self.layers} layers do not divide into {stage.count} pipeline stages"
-            )
-        own = self.layers // stage.count
-        return range(stage.index * own, (stage.index + 1) * own)
-
-    @property
+    @cached_property
     def numel(self) -> int:
         """All parameters, tied ones once."""
         return sum(p.numel for p in self.stage(Stage()))
 
-    @property
+    @cached_property
     def active_numel(self) -> int:
         """The parameters that a token goes through: of experts only those that take it."""
         experts = self.experts

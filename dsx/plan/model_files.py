@@ -81,6 +81,10 @@ class Cluster:
         """Return the numbers of the layers by stage and chunk; ValueError if they do not divide."""
         return self.split.layers(model.layers, self.pipeline)
 
+    def layers_of(self, model: GPT, stage: int) -> list[int]:
+        """Return the numbers of a stage's layers, of all its chunks."""
+        return [layer for chunk in self.layers(model)[stage] for layer in chunk]
+
     def __str__(self) -> str:
         """Return how it is cut, as it is shown."""
         parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
@@ -251,8 +255,7 @@ def _batch(known: argparse.Namespace) -> Batch:
 
 def stage_weights(model: GPT, cluster: Cluster, stage: Stage) -> list[Weight]:
     """Return a rank's weights of a stage, tensors whole; ValueError if they are not cut so."""
-    layers = [layer for chunk in cluster.layers(model)[stage.index] for layer in chunk]
-    return model.weights(stage, cluster.division, layers)
+    return model.weights(stage, cluster.division, cluster.layers_of(model, stage.index))
 
 
 def stage_shapes(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterShape]:
@@ -302,8 +305,7 @@ def inner_of(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> InnerM
 
 
 def _activations(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> int:
-    chunks, experts = cluster.layers(model)[stage.index], model.experts
-    layers = [layer for chunk in chunks for layer in chunk]
+    layers, experts = cluster.layers_of(model, stage.index), model.experts
     routed = None
     if experts is not None and any(experts.layers[layer] for layer in layers):
         width = experts.ffn * (3 if model.is_gated else 2)

@@ -30,6 +30,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +152,7 @@ class StartModel:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
+@cache
 def start_model(transport: Literal["gloo", "link"] = "gloo") -> StartModel:
     """Return the model that comes with dsx."""
     return read_model(_FILES[transport].read_text())

@@ -106,7 +106,7 @@ class Copying:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_closed = self._is_given_up = False
+        self._is_closed = False
 
     def saved(self, path: Path, step: int) -> None:
         """Take a good checkpoint of this cluster, which is complete on its disk."""
@@ -177,7 +177,7 @@ class Copying:
 
     def _stop(self) -> None:
         if not self._is_closed:
-            self._is_closed = self._is_given_up = True
+            self._is_closed = True
             has_closed(self)
             self._work.put(None)
             self._wait_for_marks()
@@ -239,10 +239,10 @@ class Copying:
             work()
 
     def _copy(self, copy: _Copy) -> None:
-        if self._is_given_up:
+        if self._is_closed:
             return
         began, num_bytes, why = time.monotonic(), 0, ""
-        url = self._remote.place(self._notices.cluster, copy.path.name)
+        url = self._remote.place_of(copy.path)
         try:
             total = sum(path.stat().st_size for path in files_in(copy.path))
             progress = Progress(f"copying to {url}", total, True, is_waited_for=False)
@@ -255,7 +255,7 @@ class Copying:
         self._done.put(_Done(copy, num_bytes, time.monotonic() - began, why))
 
     def _pace(self, progress: Progress, num_bytes: int) -> None:
-        if self._is_given_up:
+        if self._is_closed:
             raise Changed("the run ends")
         self._rate.wait(num_bytes)
         self._silence.moved()
@@ -265,7 +265,7 @@ class Copying:
         while not self._done.empty():
             done = self._done.get()
             copy, why = done.copy, done.why
-            url = self._remote.place(self._notices.cluster, copy.path.name)
+            url = self._remote.place_of(copy.path)
             if why == "" and copy.key not in self._copied:
                 self._copied.add(copy.key)
                 self._told.copied(copy.path, copy.step, url, done.num_bytes, done.seconds)
@@ -281,7 +281,7 @@ class Copying:
         seconds, own = self._silence.longer_than(waits_for), self._notices.cluster
         if seconds is None:
             return
-        url = self._remote.place(own, copy.path.name)
+        url = self._remote.place_of(copy.path)
         if own in waits_for:
             why = f"no byte has gone there for {seconds:.0f} s; all clusters wait for this copy"
             self._told.not_copied(copy.path, copy.step, url, why)
@@ -296,7 +296,7 @@ class Copying:
         why = ""
         try:
             if self._remote.renew(path):
-                logger.info("%s says so, too", self._remote.place(*_place(path)))
+                logger.info("%s says so, too", self._remote.place_of(path))
         except Changed:
             pass  # it is gone from the disk, too
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
@@ -308,12 +308,12 @@ class Copying:
     def _not_marked(self, path: Path, why: str) -> None:
         logger.error(
             "%s could not be marked (%s): delete it by hand, else a new start on another machine "
-            "takes it", self._remote.place(*_place(path)), why,
+            "takes it", self._remote.place_of(path), why,
         )  # fmt: skip
 
     def _delete(self, directory: Path, common: set[str]) -> None:
-        keep, cluster = self._config.keep, _place(directory / "tag")[0]
-        if keep is None or self._is_given_up:
+        keep, cluster = self._config.keep, int(directory.name.removeprefix("cluster_"))
+        if keep is None or self._is_closed:
             return
         try:
             for tag in superfluous(self._remote.tags(cluster), common, keep):
@@ -340,7 +340,3 @@ def open_remote(config: CheckpointsConfig) -> Remote | None:
 def _is_finished(tag: Path) -> bool:
     manifest = tag / MANIFEST
     return manifest.is_file() and bool(read_manifest(manifest).get("is_finished"))
-
-
-def _place(path: Path) -> tuple[int, str]:
-    return int(path.parent.name.removeprefix("cluster_")), path.name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,24 @@ def pages() -> list[str]:
 
 def read(page: str) -> str:
     return (ROOT / page).read_text()
+
+
+def hold(page: str, name: str, wanted: str) -> None:
+    """Hold what is between a page's marks to `wanted`; `DSX_WRITE_DOCS=1` writes it."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, rest = read(page).split(begin)
+    now, after = rest.split(end)
+    if os.environ.get("DSX_WRITE_DOCS"):
+        (ROOT / page).write_text(before + begin + wanted + end + after)
+        return
+    assert now == wanted, "write it anew: DSX_WRITE_DOCS=1 pytest tests/docs"
+
+
+def hold_served(page: str, first: str, table: Sequence[tuple[str, str, str]]) -> None:
+    """Hold a page's table of what is served to the code's, whose `first` column is named so."""
+    rows = [(first, "dsx", ""), ("---", "---", "---")]
+    rows += [(f"`{name}`", *rest) for name, *rest in table]
+    hold(page, "served", "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n")
 
 
 def blocks(page: str) -> list[Block]:

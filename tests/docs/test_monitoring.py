@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 from dsx.telemetry.figures import FIGURES, LABELS
-from tests.docs.pages import ROOT
-
-PAGE = ROOT / "docs" / "monitoring.md"
+from tests.docs.pages import hold
 
 
 def table(head: str, rows: list[list[str]]) -> str:
@@ -30,10 +27,4 @@ def labels() -> str:
 
 def test_the_tables_are_those_of_the_code() -> None:
     for name, wanted in (("figures", figures()), ("labels", labels())):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-        before, rest = PAGE.read_text().split(begin)
-        now, after = rest.split(end)
-        if os.environ.get("DSX_WRITE_DOCS"):
-            now = f"\n{wanted}\n"
-            PAGE.write_text(before + begin + now + end + after)
-        assert now == f"\n{wanted}\n", "write it anew: DSX_WRITE_DOCS=1 pytest tests/docs"
+        hold("docs/monitoring.md", name, f"\n{wanted}\n")

@@ -207,7 +207,7 @@ def _megatron_stage(files: ModelFiles, config: DsxConfig, stage: int) -> StageFi
 def _kind(stage: int, files: ModelFiles) -> tuple[bool, bool, tuple[bool, ...]]:
     """Return what stages that are alike have in common: first, last, which layers have experts."""
     count, experts = files.cluster.pipeline, files.model.experts
-    layers = [layer for chunk in files.cluster.layers(files.model)[stage] for layer in chunk]
+    layers = files.cluster.layers_of(files.model, stage)
     has = tuple(experts is not None and experts.layers[layer] for layer in layers)
     return stage == 0, stage == count - 1, has
 

@@ -17,11 +17,6 @@ from dsx.bench.engines.job import CLUSTERS, Job, Seen, Way
 from dsx.bench.engines.runs import Runs, meeting_place
 
 METHODS: tuple[Way, ...] = ("recommended", "diloco")
-_NEEDED: dict[EngineName, str] = {
-    "torch": "torch",
-    "deepspeed": "deepspeed",
-    "megatron": "megatron",
-}
 _FALL = 0.9  # of the first loss, by the end
 _WORST = 1.2  # times the engine's own loss: what an average, of twice as many samples, may have
 
@@ -65,9 +60,9 @@ def measure(
                 stack.callback(runs[given.engine].close)
             started = time.monotonic()
             row = Row(given.name, given.engine, given.layout, given.ranks)
-            module = _NEEDED.get(given.engine)
-            if module is not None and importlib.util.find_spec(module) is None:
-                row.wrong.append(f"no module {module}; pip install 'dsx-train[{module}]'")
+            if importlib.util.find_spec(given.engine) is None:
+                name = given.engine
+                row.wrong.append(f"no module {name}; pip install 'dsx-train[{name}]'")
             else:
                 _train(row, runs[given.engine], data, steps, deadline_seconds)
             row.seconds = time.monotonic() - started

@@ -15,6 +15,7 @@ import dsx
 from dsx.bench.chaos.engines.deepspeed import warm as warm_deepspeed
 from dsx.bench.engines.combinations import Combination
 from dsx.bench.engines.job import MICRO, RATE, ROWS, SEED, SHAPE
+from dsx.bench.gpu.engines import gathered
 from dsx.examples.gpt import GPT
 
 
@@ -77,12 +78,7 @@ class Zero:
 
     def parameters(self) -> Iterable[Tensor]:
         """Yield the parameters, gathered where they are taken apart."""
-        import deepspeed
-
-        for parameter in self._engine.module.parameters():
-            apart = [parameter] if hasattr(parameter, "ds_id") else []
-            with deepspeed.zero.GatheredParameters(apart):
-                yield parameter.detach().clone()
+        return gathered(self._engine.module)
 
 
 class Pipeline:

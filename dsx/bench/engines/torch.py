@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import dsx
 from dsx.bench.engines.combinations import Combination
 from dsx.bench.engines.job import RATE, SEED, SHAPE
-from dsx.examples.gpt import GPT, Layer
+from dsx.bench.gpu.engines import shard
+from dsx.examples.gpt import GPT
 
 
 def warm() -> None:
@@ -37,7 +38,7 @@ class Plain:
         if given.wrap == "ddp":
             self._model = nn.parallel.DistributedDataParallel(net)
         elif given.wrap == "fsdp2":
-            _shard(net)
+            shard(net, "cpu")
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE)
         self.handle: dsx.Handle | None = None
         if config is not None:
@@ -66,13 +67,3 @@ class Plain:
         for parameter in self._model.parameters():
             local: Any = parameter.detach()
             yield local.to_local() if hasattr(local, "to_local") else local
-
-
-def _shard(net: nn.Module) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in [module for module in net.modules() if isinstance(module, Layer)]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.gpu.job import Job
-from dsx.examples.gpt import GPT, GPTConfig
+from dsx.examples.gpt import GPT, GPTConfig, Layer
 
 SHAPE = GPTConfig(num_layers=4, hidden_size=256, num_heads=4, sequence_length=128, vocab_size=512)
 ROWS, RATE = 8, 1e-3
@@ -55,13 +55,7 @@ def _torch(job: Job, device: torch.device) -> Trainer:
     if job.engine == "torch_ddp":
         model = nn.parallel.DistributedDataParallel(net)
     elif job.engine == "torch_fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in [m for m in net.modules() if type(m).__name__ == "Layer"]:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        shard(net, device.type)
     optimizer = _optimizer(job.engine, model)
     handle = dsx.attach(model, optimizer, config=job.dsx())
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16)
@@ -75,6 +69,17 @@ def _torch(job: Job, device: torch.device) -> Trainer:
         return loss.detach()
 
     return Trainer(handle, step, model.parameters, (model, optimizer))
+
+
+def shard(net: nn.Module, device: str) -> None:
+    """Cut a GPT by FSDP2, layer by layer. Collective over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in [module for module in net.modules() if isinstance(module, Layer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
 
 
 def _optimizer(engine: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -104,16 +109,17 @@ def _deepspeed(job: Job) -> Trainer:
         engine.step()
         return loss.detach()
 
-    def parameters() -> Iterable[Tensor]:
-        import deepspeed
+    return Trainer(engine.dsx, step, lambda: gathered(engine.module))
 
-        for parameter in engine.module.parameters():
-            with deepspeed.zero.GatheredParameters(
-                [parameter] if hasattr(parameter, "ds_id") else []
-            ):
-                yield parameter.detach().clone()
 
-    return Trainer(engine.dsx, step, parameters)
+def gathered(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters, gathered where ZeRO takes them apart. Collective in the cluster."""
+    import deepspeed
+
+    for parameter in module.parameters():
+        apart = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(apart):
+            yield parameter.detach().clone()
 
 
 def _megatron(job: Job, device: torch.device) -> Trainer:

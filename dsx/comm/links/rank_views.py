@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dsx.comm.links.clerk import Told
 from dsx.comm.links.link import Link
+from dsx.comm.links.places import Ranks
 from dsx.comm.views import Waits
 from dsx.core.leaving import Reason
 from dsx.core.membership import Member, Membership
@@ -68,7 +69,7 @@ class Board:
         """
         with self._lock:
             self._come[cluster] = self._come.get(cluster, 0) + 1
-            self._process[cluster] = int(json.loads(ranks)[0][2])
+            self._process[cluster] = Ranks.unpack(ranks).places[0][2]
             self._put(json.dumps({"come": [cluster, self._come[cluster], ranks]}))
 
     def lost(self) -> Mapping[int, tuple[int, str]]:

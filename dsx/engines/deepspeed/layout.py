@@ -50,7 +50,8 @@ class Layout:
         of_experts = {name for held in self.experts.values() for name in held}
         sets = [([name for name in names if name not in of_experts], dense_group)]
         for of_group, held in sorted(self.experts.items()):
-            own = [name for name in names if name in set(held)]
+            members = set(held)
+            own = [name for name in names if name in members]
             sets.append((own, _groups()._get_expert_data_parallel_group(of_group)))
         return sets
 
@@ -83,6 +84,10 @@ def read_layout(engine: Any, parameters: Mapping[str, Any]) -> Layout:
 
 def _with_experts(plain: Layout) -> Layout:
     """Return the layout with experts by their number in the layer, in that order."""
+    numbers: dict[str, set[str]] = {}  # of a layer's experts on this rank
+    for name in plain.parameters:
+        if found := _EXPERT.match(name):
+            numbers.setdefault(found[1], set()).add(found[2])
     named: dict[str, Any] = {}
     experts: dict[str, list[str]] = {}
     shapes: list[ParameterShape] = []
@@ -94,7 +99,7 @@ def _with_experts(plain: Layout) -> Layout:
             shapes.append(shape)
             continue
         prefix, number, rest = _numbered(name)
-        held = _num_local(plain.parameters, prefix)
+        held = len(numbers[prefix])
         group = _groups()._get_expert_parallel_group(parameter.group_name)
         rank, count = dist.get_rank(group), dist.get_world_size(group)
         own = f"{prefix}{rank * held + number}{rest}"
@@ -121,14 +126,6 @@ def _numbered(name: str) -> tuple[str, int, str]:
             "tell which expert it is; use DeepSpeed's MoE layer"
         )
     return found[1], int(found[2]), found[3]
-
-
-def _num_local(parameters: Mapping[str, Any], prefix: str) -> int:
-    """Return how many experts of a layer this rank holds."""
-    numbers = {
-        found[2] for name in parameters if (found := _EXPERT.match(name)) and found[1] == prefix
-    }
-    return len(numbers)
 
 
 def _with_slices(plain: Layout) -> Layout:

@@ -66,7 +66,8 @@ def architecture_of(
     saved = _in_files(model, shapes)
     if as_in_files:
         shapes = saved
-    _require_same_names_in_files(model, shapes, saved, path)
+    else:
+        _require_same_names_in_files(model, shapes, saved, path)
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

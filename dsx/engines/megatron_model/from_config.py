@@ -55,10 +55,13 @@ def notes_of_config(path: Path) -> ModelNotes:
     return notes
 
 
-def unread(path: Path, notes: ModelNotes) -> list[str]:
-    """Return the keys of a config.json that nothing was made of, and that dsx does not know."""
+def unread(path: Path, made: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that nothing was made of, and that dsx does not know.
+
+    `made` is the config.json that the model's notes make.
+    """
     config: dict[str, Any] = json.loads(path.read_text())
-    known = {*family_of(notes, path.parent).config, *_PLAIN, *_ELSEWHERE, *_NO_MATTER}
+    known = {*made, *_PLAIN, *_ELSEWHERE, *_NO_MATTER}
     return sorted(name for name in config if name not in known and "summary_" not in name)
 
 

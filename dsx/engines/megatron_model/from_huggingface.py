@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,13 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.notes = notes_of_config(folder / CONFIG)
-        self.kind = family_of(self.notes, folder).kind
-        self.unread = unread(folder / CONFIG, self.notes)
+        family = family_of(self.notes, folder)
+        self.kind = family.kind
+        self.unread = unread(folder / CONFIG, family.config)
         self._files = _files(folder)
         self.parameters: dict[str, _Weight] = {}
         wanted: dict[str, tuple[int, ...]] = {}
-        for match in family_of(self.notes, folder).matches(()):
+        for match in family.matches(()):
             parts = [torch.empty(shape, device="meta") for shape in match.targets.values()]
             self.parameters[match.source] = _Weight(tuple(match.join(parts).shape), match)
             wanted |= match.targets
@@ -83,15 +85,18 @@ class HuggingFaceFolder:
                 f"{self._folder} holds {beside[0]} and {len(beside) - 1} more weights that a "
                 f"{self.kind} of Megatron does not have"
             )
-        for name, shape in wanted.items():
-            stored, path = self._files[name]
-            with safe_open(path, framework="pt") as file:
-                found = tuple(file.get_slice(stored).get_shape())
-            if found != shape:
-                raise ValueError(
-                    f"{path}: {name} is {list(found)}, and {self._folder / CONFIG} makes it "
-                    f"{list(shape)}"
-                )
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for name, shape in wanted.items():
+                stored, path = self._files[name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                found = tuple(opened[path].get_slice(stored).get_shape())
+                if found != shape:
+                    raise ValueError(
+                        f"{path}: {name} is {list(found)}, and {self._folder / CONFIG} makes it "
+                        f"{list(shape)}"
+                    )
 
 
 def _files(folder: Path) -> dict[str, tuple[str, Path]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class JoinedModel:
         shape = (rows, count * columns) if is_first else (count * rows, columns)
         return Stack(shape, parts, held)
 
-    @property
+    @cached_property
     def _experts(self) -> ExpertNotes:
         """What is noted of experts; ValueError where nothing is."""
         notes, where = self.notes.experts, self.saved.directory

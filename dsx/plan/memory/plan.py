@@ -134,26 +134,33 @@ def _held_by_rank(model: GPT, cluster: Cluster, stage: Stage) -> list[tuple[_Run
     """
     weights = stage_weights(model, cluster, stage)
     slices = cluster.slices_of_experts
+    dense = [
+        {
+            weight.on((tensor, cluster.tensor)).name
+            for weight in weights
+            if not weight.is_expert and (tensor == 0 or weight.split is not None)
+        }
+        for tensor in range(cluster.tensor)
+    ]
+    experts = {
+        (at, expert): {
+            weight.on((at, slices), (expert, cluster.expert)).name
+            for weight in weights
+            if weight.is_expert
+        }
+        for at in range(slices)
+        for expert in range(cluster.expert)
+    }
     found: list[tuple[_Run, _Run]] = []
     for tensor in range(cluster.tensor):
         for shard in range(cluster.shards):
             number = tensor + cluster.tensor * shard
             slice_number, expert = number % slices, number // slices % cluster.expert
-            dense = {
-                weight.on((tensor, cluster.tensor)).name
-                for weight in weights
-                if not weight.is_expert and (tensor == 0 or weight.split is not None)
-            }
-            experts = {
-                weight.on((slice_number, slices), (expert, cluster.expert)).name
-                for weight in weights
-                if weight.is_expert
-            }
             at = number // (slices * cluster.expert)
             found.append(
                 (
-                    _Run(dense, shard, cluster.shards),
-                    _Run(experts, at, cluster.shards_of_experts),
+                    _Run(dense[tensor], shard, cluster.shards),
+                    _Run(experts[slice_number, expert], at, cluster.shards_of_experts),
                 )
             )
     return found

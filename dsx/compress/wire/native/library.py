@@ -103,13 +103,11 @@ def _found() -> ctypes.CDLL | str:
         return "they were not built: no C compiler was there at installation, or it failed"
     try:
         loaded = ctypes.CDLL(str(there[0]))
-        is_own = int(loaded.dsx_wire_version()) == VERSION
-        is_own = is_own and int(loaded.dsx_wire_form_bytes()) == ctypes.sizeof(Form)
-    except AttributeError:
-        is_own = False
     except OSError as error:
         return f"{there[0].name} cannot be loaded: {error}"
-    if not is_own:
+    if not hasattr(loaded, "dsx_wire_version") or (
+        (loaded.dsx_wire_version(), loaded.dsx_wire_form_bytes()) != (VERSION, ctypes.sizeof(Form))
+    ):
         return f"{there[0].name} is of another version of dsx; install dsx anew"
     loaded.dsx_wire_set.restype = c_char_p
     loaded.dsx_wire_encode.argtypes = (
