@@ -407,6 +407,7 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
                 if name.startswith(f"{path}."):
                     rest = name.removeprefix(f"{path}.")
                     name = f"{path.rpartition('layers.')[0]}layers.{number}.{rest}"
+                    break
             name = name.replace("module.", "").removeprefix("decoder.")
             count, rank = experts if ".experts." in name else dense
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)

@@ -35,7 +35,7 @@ class Trained(SimulatedClusters):
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
 
 
 def rounded(model: Any, dtype: torch.dtype) -> Any:
@@ -109,7 +109,7 @@ def test_another_model_s_config_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_experts_that_transformers_joins_as_it_loads_them_are_refused(tmp_path: Path) -> None:
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+    pytest.importorskip("transformers.core_model_loading", reason="transformers 5 joins them")
 
     base = checkpoint(Trained("llama", 4, "diloco"), tmp_path)
     experts = {"num_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1}

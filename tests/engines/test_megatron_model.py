@@ -278,7 +278,7 @@ def test_memory_is_that_of_some_weights(tmp_path: Path, monkeypatch: pytest.Monk
     base = save_run(tmp_path / "run", weights, notes)
     total = 4 * sum(w.numel() for w in weights.values())
     layer = 4 * sum(w.numel() for name, w in weights.items() if ".layers.3." in name)
-    assert total > 10 * layer
+    assert total > 12 * layer
     del weights
     held: list[int] = []
     made = HuggingFaceModel.tensor
@@ -296,4 +296,5 @@ def test_memory_is_that_of_some_weights(tmp_path: Path, monkeypatch: pytest.Monk
     held.clear()
     code, said = export(base, "--hf", tmp_path / "out")
     assert code == 0, said
-    assert max(held) - before < 4 * layer, (max(held) - before, layer, total)
+    most = max(held) - before  # two layers, the largest weight, and what malloc keeps
+    assert most < 6 * layer, (most, layer, total)
