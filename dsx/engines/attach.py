@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsx.comm.world import World, current_world, join
-from dsx.config.checkpoints import refuse_of_script, refuse_remote
+from dsx.config.checkpoints import refuse_of_script
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
@@ -180,6 +180,7 @@ def attach_megatron(
     settings: Mapping[str, Any] | None = None,
     tracked: Mapping[str, Resumable] | None = None,
     vocab_size: int | None = None,
+    own_part: str | Path | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
@@ -187,8 +188,10 @@ def attach_megatron(
     `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size), and
     `settings`, too, but for those in `clusters.may_differ`; without them those of optimizer and
     model are compared. `vocab_size`: the tokenizer's, without the rows that pad the model's, for
-    `dsx export --hf`. The world must be `init_distributed`'s, and Megatron's parallel state made in
-    it. Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+    `dsx export --hf`. `own_part`: where Megatron's checkpoints are, `iter_<iteration>` and their
+    tracker file, which `checkpoints.remote` copies with the outer state. The world must be
+    `init_distributed`'s, and Megatron's parallel state made in it. Collective over all ranks of all
+    clusters: it takes cluster 0's weights everywhere.
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.
@@ -202,6 +205,8 @@ def attach_megatron(
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
     from dsx.engines.megatron.checkpoint import load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
+    from dsx.engines.megatron.own_part import MegatronPart
+    from dsx.engines.megatron.refusals import refuse_settings
     from dsx.engines.megatron.settings import settings_of_configs
     from dsx.engines.megatron.synchronous import begin_from
 
@@ -211,7 +216,8 @@ def attach_megatron(
     if hasattr(optimizer, "dsx"):
         raise ValueError("this optimizer has a dsx handle already: attach it once")
     resolved = load_config(config)
-    _refuse_of_megatron(resolved)
+    _refuse_unused(resolved)
+    refuse_settings(resolved, own_part)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     adapter = MegatronAdapter(chunks, optimizer, *_of_adapter(resolved), vocab_size)
     all_facts = {**adapter.facts(), **(facts or {})}
@@ -219,6 +225,8 @@ def attach_megatron(
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
+    if handle.remote is not None and own_part is not None:
+        handle.remote.part = MegatronPart(own_part)
     if handle.joining.is_due:
         expect_joined(handle, before_zero_grad(optimizer))
     if resume:
@@ -240,17 +248,6 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
         "optimizer": settings_of_optimizers(optimizers),
         "model": settings_of_modules(model.named_modules()),
     }
-
-
-def _refuse_of_megatron(settings: DsxConfig) -> None:
-    _refuse_unused(settings)
-    refuse_remote(settings.checkpoints, "Megatron")
-    if settings.divergence.max_rollbacks:
-        raise ConfigError(
-            f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "
-            "Megatron, whose loop counts iterations and samples itself: leave it out; a run that "
-            "has diverged ends, and the next start takes the last good checkpoint"
-        )
 
 
 def _refuse_unused(settings: DsxConfig, divides_data: bool = False) -> None:

@@ -44,6 +44,8 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> b
     """Save the outer state of an iteration; every rank calls it, before Megatron saves its part.
 
     Returns whether it is saved: where it cannot be written, a line says so, and the run goes on.
+    With `checkpoints.beside_training` it may be written while training goes on; until it is
+    complete a resume takes the iteration before (`newest_iteration` of resume.py).
     Both inside `with handle.saving():`, so that after `finish()` Megatron's part is the finished
     model; a cluster that loads it has its own masters back.
     """
@@ -55,7 +57,7 @@ def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
     sums = _sum_masters(handle)
-    saving = AgreedSave(handle, base, tag, world.rank == 0)
+    saving = AgreedSave(handle, base, tag, world.rank == 0, may_be_later=True)
     with saving.part():
         handle.write(saving.unfinished)
     saving.agree()
