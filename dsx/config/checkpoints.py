@@ -79,13 +79,15 @@ def refuse_remote(checkpoints: CheckpointsConfig, engine: str) -> None:
 
 
 def refuse_of_script(checkpoints: CheckpointsConfig) -> None:
-    """Raise ConfigError for what is done to tags, where a script in plain PyTorch saves."""
-    if checkpoints.keep is not None:
-        raise ConfigError(
-            f"dsx.checkpoints.keep={checkpoints.keep} has no effect here: with plain "
-            "PyTorch the script writes its checkpoints, and deletes them; leave it out"
-        )
-    refuse_remote(checkpoints, "plain PyTorch")
+    """Raise ConfigError for what is done to tags, where a script in plain PyTorch saves itself."""
+    given = {"keep": checkpoints.keep, "remote": checkpoints.remote}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"dsx.checkpoints.{name}={value!r} has no effect here: the script writes its own "
+                "checkpoints; save with dsx.TorchCheckpoints(handle), made right behind "
+                "dsx.attach, or leave it out"
+            )
 
 
 def check_url(url: str, setting: str) -> None:

@@ -20,7 +20,12 @@ from dsx.config.checkpoints import refuse_of_script
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
-from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
+from dsx.engines.end_of_script import (
+    EndOfScript,
+    before_forward,
+    before_zero_grad,
+    follow_steps,
+)
 from dsx.engines.joined import expect_joined, heal_before_forward
 from dsx.engines.launch_settings import read_launch
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
@@ -157,13 +162,13 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
     _refuse_unused(settings)
-    refuse_of_script(settings.checkpoints)
     adapter = _torch_adapter(engine, optimizer, world, settings)
     told = {"facts": dict(facts)} if facts else {}
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
-    follow_steps(handle, world, before_forward(engine))
+    end = follow_steps(handle, world, before_forward(engine))
+    before_forward(engine)(lambda: _refuse_of_script(end, settings))
     heal_before_forward(engine, handle)
     see_tokens(handle.progress, engine, world.world_size)
     return handle
@@ -248,6 +253,11 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
         "optimizer": settings_of_optimizers(optimizers),
         "model": settings_of_modules(model.named_modules()),
     }
+
+
+def _refuse_of_script(end: EndOfScript, settings: DsxConfig) -> None:
+    if end.needs_callback:
+        refuse_of_script(settings.checkpoints)
 
 
 def _refuse_unused(settings: DsxConfig, divides_data: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.tags import sync_to_disk, write_durably
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -55,10 +56,14 @@ class MegatronPart:
         if not fetched.is_dir():
             raise OSError(f"Megatron's part of {tag} is not there with it")
         folder, iteration = self.folder(tag), iteration_of(tag)
-        for path in (*fetched.rglob("*"), fetched):
+        arriving = folder.with_name(f"{folder.name}{UNFINISHED}")  # its disk may be another one
+        for left in (folder, arriving):  # not complete
+            shutil.rmtree(left, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(fetched, arriving)
+        for path in (*arriving.rglob("*"), arriving):
             sync_to_disk(path)
-        shutil.rmtree(folder, ignore_errors=True)  # not complete
-        fetched.rename(folder)
+        arriving.rename(folder)
         sync_to_disk(folder.parent)
         if iteration is not None and iteration > (latest_iteration(self._directory) or -1):
             write_durably(self._directory / TRACKER, str(iteration))
