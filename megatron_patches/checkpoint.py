@@ -3,8 +3,9 @@
 Wraps `save_checkpoint` where the training loop finds it. The outer state is written first, whole or
 not at all, so that it is complete whenever `latest_checkpointed_iteration.txt` names the iteration,
 with `--async-save`, too; with `checkpoints.beside_training` both are written while training goes
-on, and a start takes an iteration that has both (resume.py). After `finish()` Megatron saves the averaged model. The outer state lies
-in `<save>/dsx`; what Megatron has deleted there is deleted here.
+on, and a start takes an iteration that has both (resume.py). After `finish()` Megatron saves the
+averaged model. The outer state lies in `<save>/dsx`; what Megatron has deleted there is deleted
+here.
 Loading is in model_and_optimizer.py: a missing or foreign state is an error.
 """
 

@@ -18,6 +18,7 @@ from torch import nn
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import cluster_directory, complete_tag
 from dsx.comm.world import World
+from dsx.config.checkpoints import CheckpointsConfig, refuse_of_script
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.handle import Handle
@@ -38,6 +39,11 @@ class EndOfScript:
     def serve(self, write_own: Callable[[Path], object]) -> None:
         """Let this write model and optimizers, on every rank of the cluster."""
         self.write_own, self.needs_callback = write_own, False
+
+    def require_served(self, checkpoints: CheckpointsConfig) -> None:
+        """Raise ConfigError for what is done to tags, where the script saves by itself."""
+        if self.needs_callback:
+            refuse_of_script(checkpoints)
 
     def save(self, base: Path, tag: str) -> Path:
         """Save the outer state beside what the callback writes; return the directory."""

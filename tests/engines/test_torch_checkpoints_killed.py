@@ -66,7 +66,8 @@ def be_killed(point: str, cluster: int, rank: int) -> None:
 def train(base: str, point: str | None) -> dict[str, Any]:
     """Go on from what there is, to the end or the point."""
     world = dsx.init_distributed(config_of("diloco"))
-    run = Saves(KIND, Path(base), seed=len(point or ""), beside_training=True)
+    seed = 7 if (Path(base) / "cluster_0" / "step3").is_dir() else 0  # what is loaded counts
+    run = Saves(KIND, Path(base), seed, beside_training=True)
     begun = 0
     try:
         run.checkpoints.load(base)

@@ -32,6 +32,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.copies import bit_sum
+from dsx.engines.megatron.own_part import MegatronPart
 from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
@@ -111,6 +112,12 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         is_new=source != world.cluster_id,
         is_other_number=saved.num_clusters != world.num_clusters,
     )
+
+
+def copy_own_part(handle: Handle, directory: str | Path | None) -> None:
+    """Copy Megatron's own part to the remote place, too, from where Megatron saves to."""
+    if handle.remote is not None and directory is not None:
+        handle.remote.part = MegatronPart(directory)
 
 
 def look_for_own(handle: Handle, directory: str | Path) -> None:
