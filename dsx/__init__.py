@@ -3,7 +3,8 @@
 Public is what `__all__` names (docs/reference.md): `initialize` (as `deepspeed.initialize`),
 `attach` (for an engine that exists), `attach_megatron` and `init_distributed`, with the `Handle`
 and the `World` that they give; `load_config`, `preset` and `register` for methods;
-`SimulatedClusters`, which runs any of them with C clusters in one process; and what is raised.
+`TorchCheckpoints`, which saves and loads what `attach` was given in plain PyTorch;
+`SimulatedClusters`, which runs any method with C clusters in one process; and what is raised.
 Importing dsx imports neither deepspeed nor megatron, nor torch before a name is used: commands that
 only plan start at once.
 """
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         initialize,
     )
     from dsx.engines.simulated import SimulatedClusters
+    from dsx.engines.torch_checkpoints import TorchCheckpoints
     from dsx.method.choices import register
     from dsx.method.method import Method, SettingWarning
     from dsx.outer.recovery import NonFiniteError, ParityError
@@ -42,6 +44,7 @@ __all__ = [
     "RenamedWarning",
     "SettingWarning",
     "SimulatedClusters",
+    "TorchCheckpoints",
     "World",
     "add_config_arguments",
     "add_launch_arguments",
@@ -73,6 +76,7 @@ _NAMES = {  # no public name may be that of a module here, which would take its 
     "method.choices": ("register",),
     "method.method": ("Method", "SettingWarning"),
     "engines.simulated": ("SimulatedClusters",),
+    "engines.torch_checkpoints": ("TorchCheckpoints",),
 }
 
 

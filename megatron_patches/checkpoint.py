@@ -2,8 +2,10 @@
 
 Wraps `save_checkpoint` where the training loop finds it. The outer state is written first, whole or
 not at all, so that it is complete whenever `latest_checkpointed_iteration.txt` names the iteration,
-with `--async-save`, too. After `finish()` Megatron saves the averaged model. The outer state lies
-in `<save>/dsx`; what Megatron has deleted there is deleted here.
+with `--async-save`, too; with `checkpoints.beside_training` both are written while training goes
+on, and a start takes an iteration that has both (resume.py). After `finish()` Megatron saves the
+averaged model. The outer state lies in `<save>/dsx`; what Megatron has deleted there is deleted
+here.
 Loading is in model_and_optimizer.py: a missing or foreign state is an error.
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 
 from dsx.engines.megatron.checkpoint import save_outer_state
 from megatron_patches import probe
+from megatron_patches.room import find_obstacle
 from megatron_patches.run import Run
 
 
@@ -30,6 +33,12 @@ def patch(run: Run) -> None:
             return original(iteration, model, optimizer, *args, **kwargs)
         arguments = probe.arguments_in_force()
         directory = Path(arguments.save)
+        if why := find_obstacle(directory, run.world.rank == 0):
+            state = directory / "dsx" / f"cluster_{run.world.cluster_id}" / f"iter_{iteration:07d}"
+            run.handle.not_saved(
+                state, f"iteration {iteration} is not saved: {why}; training goes on"
+            )
+            return None
         with run.handle.saving(), run.division.place.saving(arguments):
             if not save_outer_state(run.handle, iteration, directory):
                 return None  # as said; what Megatron writes to a full disk would end the run

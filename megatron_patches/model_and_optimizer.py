@@ -108,6 +108,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         settings={"arguments": settings_of_arguments(arguments)},
         tracked={SAMPLES: run.division.place},
         vocab_size=_vocab_size(arguments),
+        own_part=arguments.save,
     )
     run.handle.preemption.engine = EndOfLoop()
     run.handle.joining.follows["megatron"] = Counters(run, scheduler)

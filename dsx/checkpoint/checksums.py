@@ -96,6 +96,11 @@ def files_of(manifest: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int
     return dict(manifest.get(_FILES) or {}), dict(manifest.get(_SIZES) or {})
 
 
+def with_sizes(manifest: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return a whole manifest that has these sizes of the engine's files."""
+    return sealed({**manifest, _SIZES: dict(sizes)})
+
+
 def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
     """Raise ValueError if a file of a tag is not as it was saved; of `num_ranks`, this one's share.
 

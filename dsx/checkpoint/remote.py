@@ -26,8 +26,10 @@ from dsx.checkpoint.checksums import (
     files_of,
     manifest_of_text,
 )
+from dsx.checkpoint.own_part import FOLDER, OwnPart, files_of_part, sizes_of_part, with_part
 from dsx.checkpoint.tags import has_same_content
-from dsx.config.checkpoints import check_url
+from dsx.config.checkpoints import REMOTE, CheckpointsConfig, check_url
+from dsx.config.files import ConfigError
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
@@ -53,6 +55,7 @@ class Remote:
         self.url = url.rstrip("/")
         self._given = url, setting
         self._told: set[str] = set()  # names that are none, which a line has named
+        self.part: OwnPart | None = None  # what the engine keeps elsewhere of each tag
         try:
             _ = self._opened
         except ValueError:
@@ -111,7 +114,9 @@ class Remote:
         None go where it is there already. `Changed` if the disk's is another by the end.
         """
         there = f"{self._root}/{tag.parent.name}/{tag.name}"
-        manifest = _read(tag / MANIFEST)
+        own = _read(tag / MANIFEST)
+        files = self._files_of(tag)
+        manifest = self._with_part(own, files)
         held = self._manifest(there)
         if held is not None and _has_same_files(held, manifest):
             self._files.pipe_file(f"{there}/{MANIFEST}", manifest)  # may say more than it did
@@ -120,10 +125,9 @@ class Remote:
             self._set_aside(there)
         self._remove(there)
         done = 0
-        for path in files_in(tag):
-            if path != tag / MANIFEST:
-                done += self._put(path, f"{there}/{path.relative_to(tag).as_posix()}", pace)
-        if _read(tag / MANIFEST) != manifest:
+        for name, path in files.items():
+            done += self._put(path, f"{there}/{name}", pace)
+        if _read(tag / MANIFEST) != own or self._with_part(own, self._files_of(tag)) != manifest:
             raise Changed(f"{tag} was written again, or marked, meanwhile")
         self._files.pipe_file(f"{there}/{MANIFEST}", manifest)
         return done + len(manifest)
@@ -132,6 +136,8 @@ class Remote:
         """Write a tag's manifest again, which has changed; return whether it is there."""
         there = f"{self._root}/{tag.parent.name}/{tag.name}"
         manifest, held = _read(tag / MANIFEST), self._manifest(there)
+        if held is not None and (sizes := sizes_of_part(held)):
+            manifest = with_part(manifest, sizes)  # which the disk need not have any more
         if held is None or not _has_same_files(held, manifest):
             return False
         self._files.pipe_file(f"{there}/{MANIFEST}", manifest)
@@ -164,6 +170,27 @@ class Remote:
                 while chunk := source.read(CHUNK_BYTES):
                     pace(len(chunk))
                     file.write(chunk)
+
+    def is_complete_here(self, tag: Path) -> bool:
+        """Whether the disk has the engine's own part of a tag, too; from any thread."""
+        return self.part is None or self.part.is_complete(tag.name)
+
+    def num_bytes(self, tag: Path) -> int:
+        """Return how many bytes a copy of a tag of the disk takes."""
+        return sum(path.stat().st_size for path in (tag / MANIFEST, *self._files_of(tag).values()))
+
+    def _files_of(self, tag: Path) -> dict[str, Path]:
+        """Return what is copied of a tag of the disk, by name, but for its manifest."""
+        paths = [path for path in files_in(tag) if path != tag / MANIFEST]
+        own = {} if self.part is None else files_of_part(self.part, tag.name)
+        return {path.relative_to(tag).as_posix(): path for path in paths} | own
+
+    def _with_part(self, manifest: bytes, files: Mapping[str, Path]) -> bytes:
+        """Return the manifest of a copy, which names the engine's own part, too."""
+        if self.part is None:
+            return manifest
+        own = {n: p.stat().st_size for n, p in files.items() if n.startswith(f"{FOLDER}/")}
+        return with_part(manifest, own)
 
     def _put(self, path: Path, there: str, pace: Pace) -> int:
         size = 0
@@ -231,6 +258,16 @@ class Remote:
     @staticmethod
     def _below(path: str, folder: str) -> str:
         return path.strip("/").removeprefix(folder.strip("/")).strip("/")
+
+
+def open_remote(config: CheckpointsConfig) -> Remote | None:
+    """Return the remote place of a run, if it has one; ConfigError says what is missing for it."""
+    if config.remote is None:
+        return None
+    try:
+        return Remote(config.remote, REMOTE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def is_tag_name(name: str) -> bool:

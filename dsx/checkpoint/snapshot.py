@@ -79,6 +79,9 @@ class Snapshot:
                     del self._stays[name]
                     self._copy(name)
 
+    def give_up(self) -> None:
+        """Nothing to do: none is written before `write`."""
+
     def write(self) -> None:
         """Write it, durable and as a whole or not at all, with its checksum; once, by any thread.
 

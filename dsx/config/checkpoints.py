@@ -26,19 +26,21 @@ class CheckpointsConfig(BaseModel):
 
     keep: int | None = Field(default=None, ge=1)
     """How many good checkpoints that all clusters hold are kept; older ones in the directory of a
-    save are deleted, but for those of a finished model. null: all. DeepSpeed's, and with Megatron
-    the outer state beside its own."""
+    save are deleted, but for those of a finished model. null: all. DeepSpeed's, those of
+    `TorchCheckpoints`, and with Megatron the outer state beside its own."""
 
     beside_training: bool = False
-    """Whether the outer state of a save by DeepSpeed's `engine.save_checkpoint` is written by a
-    thread while training goes on, from copies of what changes meanwhile (`dsx memory --json` says
-    how much); what the engine writes itself is there before. All else is written at once: by other
-    engines, the Trainer, Lightning and Accelerate, by an order, as a run ends."""
+    """Whether the outer state of a save is written by a thread while training goes on, from copies
+    of what changes meanwhile (`dsx memory --json` says how much): by DeepSpeed's
+    `engine.save_checkpoint`, beside Megatron's own, by `TorchCheckpoints.save`, which so writes
+    model and optimizers, too. All else is written at once: by `handle.save`, the Trainer, Lightning
+    and Accelerate, by an order, as a run ends."""
 
     remote: Annotated[str, Field(min_length=1)] | None = None
-    """Where checkpoints of DeepSpeed's `engine.save_checkpoint` are copied to beside training, and
-    fetched from where a cluster lacks one: a URL that fsspec knows, such as "s3://bucket/run"; each
-    cluster may have another. Needs the extra `remote`, and s3fs for s3, gcsfs for gs."""
+    """Where checkpoints of DeepSpeed's `engine.save_checkpoint`, of Megatron and of
+    `TorchCheckpoints` are copied to beside training, and fetched from where a cluster lacks one: a
+    URL that fsspec knows, such as "s3://bucket/run"; each cluster may have another. Needs the extra
+    `remote`, and s3fs for s3, gcsfs for gs."""
 
     remote_rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
     """The most that a cluster copies there, in Mbit/s; null: what the line takes. It may be the
@@ -69,23 +71,26 @@ def check_checkpoints(checkpoints: CheckpointsConfig) -> None:
 
 
 def refuse_remote(checkpoints: CheckpointsConfig, engine: str) -> None:
-    """Raise ConfigError where copies are asked for of saves that are not DeepSpeed's alone."""
+    """Raise ConfigError where copies are asked for of saves that hold files of others, too."""
     if checkpoints.remote is not None:
         raise ConfigError(
             f"{REMOTE}={checkpoints.remote!r} is not served with {engine}, which writes files of "
-            "its own beside dsx's: it copies what DeepSpeed's engine.save_checkpoint has saved; "
+            "its own beside dsx's: it copies what DeepSpeed's engine.save_checkpoint, Megatron and "
+            "TorchCheckpoints have saved; "
             "leave it out, and copy what is complete with other means"
         )
 
 
 def refuse_of_script(checkpoints: CheckpointsConfig) -> None:
-    """Raise ConfigError for what is done to tags, where a script in plain PyTorch saves."""
-    if checkpoints.keep is not None:
-        raise ConfigError(
-            f"dsx.checkpoints.keep={checkpoints.keep} has no effect here: with plain "
-            "PyTorch the script writes its checkpoints, and deletes them; leave it out"
-        )
-    refuse_remote(checkpoints, "plain PyTorch")
+    """Raise ConfigError for what is done to tags, where a script in plain PyTorch saves itself."""
+    given = {"keep": checkpoints.keep, "remote": checkpoints.remote}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"dsx.checkpoints.{name}={value!r} has no effect here: the script writes its own "
+                "checkpoints; save with dsx.TorchCheckpoints(handle), made right behind "
+                "dsx.attach, or leave it out"
+            )
 
 
 def check_url(url: str, setting: str) -> None:

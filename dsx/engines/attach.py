@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from dsx.comm.world import World, current_world, join
-from dsx.config.checkpoints import refuse_of_script, refuse_remote
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
@@ -157,13 +156,13 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
     _refuse_unused(settings)
-    refuse_of_script(settings.checkpoints)
     adapter = _torch_adapter(engine, optimizer, world, settings)
     told = {"facts": dict(facts)} if facts else {}
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
-    follow_steps(handle, world, before_forward(engine))
+    end = follow_steps(handle, world, before_forward(engine))
+    before_forward(engine)(lambda: end.require_served(settings.checkpoints))
     heal_before_forward(engine, handle)
     see_tokens(handle.progress, engine, world.world_size)
     return handle
@@ -180,27 +179,28 @@ def attach_megatron(
     settings: Mapping[str, Any] | None = None,
     tracked: Mapping[str, Resumable] | None = None,
     vocab_size: int | None = None,
+    own_part: str | Path | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
-    `model_chunks` is the list of chunks that `get_megatron_optimizer` was given, or the only one.
+    `model_chunks`: the list of chunks that `get_megatron_optimizer` was given, or the only one.
     `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size), and
     `settings`, too, but for those in `clusters.may_differ`; without them those of optimizer and
     model are compared. `vocab_size`: the tokenizer's, without the rows that pad the model's, for
-    `dsx export --hf`. The world must be `init_distributed`'s, and Megatron's parallel state made in
-    it. Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+    `dsx export --hf`. `own_part`: where Megatron's checkpoints and their tracker file are, for
+    `checkpoints.remote`. The world must be `init_distributed`'s, and Megatron's parallel state made
+    in it. Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.
     `begins_from=(source, counters)`, where it has loaded a checkpoint of a run without dsx: all
     clusters must have the same weights, optimizer states and `counters`, plain values, or it is an
-    error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded. A cluster
-    that joins a run loads neither: `settle()` first, then steps from `handle.step` on. ValueError
-    where both are given, and for what of Megatron is not served, by its name.
+    error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded. One that
+    joins loads neither: `settle()`, then steps from `handle.step` on. ValueError: not served.
     """
     if resume and begins_from:
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
-    from dsx.engines.megatron.checkpoint import load_outer_state
+    from dsx.engines.megatron.checkpoint import copy_own_part, load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
     from dsx.engines.megatron.synchronous import begin_from
@@ -210,8 +210,7 @@ def attach_megatron(
         raise RuntimeError("call dsx.init_distributed(config) before Megatron's own initialisation")
     if hasattr(optimizer, "dsx"):
         raise ValueError("this optimizer has a dsx handle already: attach it once")
-    resolved = load_config(config)
-    _refuse_of_megatron(resolved)
+    resolved = _load_for_megatron(config, own_part)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     adapter = MegatronAdapter(chunks, optimizer, *_of_adapter(resolved), vocab_size)
     all_facts = {**adapter.facts(), **(facts or {})}
@@ -219,6 +218,7 @@ def attach_megatron(
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
+    copy_own_part(handle, own_part)
     if handle.joining.is_due:
         expect_joined(handle, before_zero_grad(optimizer))
     if resume:
@@ -242,15 +242,13 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
     }
 
 
-def _refuse_of_megatron(settings: DsxConfig) -> None:
-    _refuse_unused(settings)
-    refuse_remote(settings.checkpoints, "Megatron")
-    if settings.divergence.max_rollbacks:
-        raise ConfigError(
-            f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "
-            "Megatron, whose loop counts iterations and samples itself: leave it out; a run that "
-            "has diverged ends, and the next start takes the last good checkpoint"
-        )
+def _load_for_megatron(config: Config, own_part: str | Path | None) -> DsxConfig:
+    from dsx.engines.megatron.refusals import refuse_settings
+
+    resolved = load_config(config)
+    _refuse_unused(resolved)
+    refuse_settings(resolved, own_part)
+    return resolved
 
 
 def _refuse_unused(settings: DsxConfig, divides_data: bool = False) -> None:

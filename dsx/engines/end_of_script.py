@@ -1,4 +1,5 @@
-"""How a run whose script saves what it trains is told to end: by the script's own callback.
+"""How a run whose script saves what it trains is told to end: by the script's own callback, or by
+`TorchCheckpoints`.
 
 Its step is complete where the script says so, by `should_stop()`; else where the next one begins,
 behind whatever the script does at the end of a step. It may have taken the next batch from its
@@ -17,6 +18,7 @@ from torch import nn
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import cluster_directory, complete_tag
 from dsx.comm.world import World
+from dsx.config.checkpoints import CheckpointsConfig, refuse_of_script
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.handle import Handle
@@ -26,11 +28,22 @@ from dsx.training.manifest import manifest_of
 class EndOfScript:
     """Saves a tag in which the script's callback writes what is its own."""
 
-    needs_callback, ends_elsewhere, saves_when_asked = True, False, True
+    ends_elsewhere, saves_when_asked = False, True
+    needs_callback = True  # the script alone knows how to save what is trained
 
     def __init__(self, handle: Handle, world: World) -> None:
         self._handle = handle
         self._world = world
+        self.write_own: Callable[[Path], object] | None = None
+
+    def serve(self, write_own: Callable[[Path], object]) -> None:
+        """Let this write model and optimizers, on every rank of the cluster."""
+        self.write_own, self.needs_callback = write_own, False
+
+    def require_served(self, checkpoints: CheckpointsConfig) -> None:
+        """Raise ConfigError for what is done to tags, where the script saves by itself."""
+        if self.needs_callback:
+            refuse_of_script(checkpoints)
 
     def save(self, base: Path, tag: str) -> Path:
         """Save the outer state beside what the callback writes; return the directory."""
@@ -38,6 +51,8 @@ class EndOfScript:
         directory = cluster_directory(base, world.cluster_id)
         saving = AgreedSave(handle, directory, tag, world.rank == 0)
         saving.of_script(lambda: self._ask_script(saving.unfinished))
+        if (write_own := self.write_own) is not None:
+            saving.do(lambda: write_own(saving.unfinished))
         saving.do(lambda: handle.write(saving.unfinished))
         adapter: Any = handle.loop.adapter
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
@@ -55,10 +70,10 @@ class EndOfScript:
 
 def follow_steps(
     handle: Handle, world: World, before_step: Callable[[Callable[[], None]], object]
-) -> None:
+) -> EndOfScript:
     """Let the run end where it is told to, and go on where a boundary was left.
 
-    `before_step(f)` has to call f before each step, on all ranks alike.
+    `before_step(f)` has to call f before each step, on all ranks alike. Returns what saves then.
     """
     preemption = handle.preemption
     preemption.engine = end = EndOfScript(handle, world)
@@ -71,6 +86,7 @@ def follow_steps(
         settle_before_backward(handle)
 
     before_step(begin_step)
+    return end
 
 
 def settle_before_backward(handle: Handle) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, MANIFEST, UNFINISHED, find_damage, read_manifest
+from dsx.checkpoint.own_part import FOLDER, OwnPart, without_part
 from dsx.checkpoint.remote import Pace, Remote, is_tag_name, names_in
 from dsx.checkpoint.tags import cluster_directory, has_same_content, sync_to_disk
 from dsx.comm.world import World
@@ -88,7 +89,8 @@ class Fetching:
                 raise OSError(trouble)
             self._bring(remote, cluster, tag, manifest, unfinished, pace)
 
-        return Bringing(bring, where, manifest, unfinished, directory / tag, self._world)
+        final = directory / tag
+        return Bringing(bring, where, manifest, unfinished, final, self._world, remote.part)
 
     def _bring(
         self, remote: Remote, cluster: int, tag: str, manifest: bytes, unfinished: Path, pace: Pace
@@ -133,8 +135,10 @@ class Bringing:
         unfinished: Path,
         final: Path,
         world: World,
+        part: OwnPart | None,
     ) -> None:
         self._where, self._manifest, self._world = where, manifest, world
+        self._part = part
         self._unfinished, self._final = unfinished, final
         self._trouble: str | None = None
         self._heard = time.monotonic()  # when bytes came last
@@ -164,6 +168,13 @@ class Bringing:
             logger.warning("rank %d: %s; it is not waited for", self._world.rank, self._trouble)
         return self._is_given_up or not self._thread.is_alive()
 
+    def _place(self) -> None:
+        """Give the engine its own part, if it keeps one elsewhere."""
+        if self._part is not None:
+            self._part.place(self._final.name, self._unfinished / FOLDER)
+            shutil.rmtree(self._unfinished / FOLDER, ignore_errors=True)
+            (self._unfinished / MANIFEST).write_bytes(without_part(self._manifest))
+
     def _came(self, num_bytes: int) -> None:
         if self._is_given_up:
             raise OSError("too late: it is not waited for any more")
@@ -184,7 +195,9 @@ class Bringing:
         is_good = not any(gather_objects(trouble))
         if rank == 0:
             if is_good:
-                _, trouble = _attempt(lambda: _name(self._unfinished, self._final), where)
+                _, trouble = _attempt(
+                    lambda: _name(self._unfinished, self._final, self._place), where
+                )
             shutil.rmtree(self._unfinished, ignore_errors=True)
         from_first(None)  # nobody reads before
         return trouble
@@ -208,10 +221,14 @@ def _attempt(work: Callable[[], Any], where: str) -> tuple[Any, str | None]:
         return None, f"{where} cannot be read: {type(error).__name__}: {error}"
 
 
-def _name(unfinished: Path, final: Path) -> None:
-    """Give what was fetched its name; another cluster of this disk may have been first."""
+def _name(unfinished: Path, final: Path, place: Callable[[], None] = lambda: None) -> None:
+    """Give what was fetched its name; another cluster of this disk may have been first.
+
+    Behind `place`, which takes out what lies elsewhere.
+    """
     if final.resolve().parent != unfinished.parent.resolve():
         raise ValueError(f"{final} does not lie in {unfinished.parent}: nothing there is touched")
+    place()
     for path in unfinished.rglob("*"):
         sync_to_disk(path)
     if _is_complete(final):

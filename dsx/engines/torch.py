@@ -116,6 +116,11 @@ class TorchAdapter(MastersAdapter):
         return float(self._optimizers[0].param_groups[0]["lr"])
 
     @property
+    def model(self) -> nn.Module:
+        """Return what is trained, as it was attached."""
+        return self._model
+
+    @property
     def inner_optimizers(self) -> list[Optimizer]:
         """What steps the parameters."""
         return self._optimizers

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dsx
 from dsx.comm.world import current_world
+from dsx.config.checkpoints import refuse_of_script
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.handle import Handle
 
@@ -74,6 +75,7 @@ class _PlainLoop:
     def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         session = self._session
         session.divides_data = True
+        refuse_of_script(dsx.load_config(session.config_with_block({})).checkpoints)
         handle: Handle = dsx.attach(module, optimizers, config=session.config_with_block({}))
         session.handles.append(handle)
         session.keeping_average.append(handle)

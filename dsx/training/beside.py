@@ -19,15 +19,35 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from dsx.checkpoint.leftovers import end_writing
-from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.world import World
 from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.core.waits import waiting_for
 
 logger = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """What of one rank goes to a file: a snapshot of its outer state, or what its engine trains."""
+
+    def detach(self) -> None:
+        """Copy what training is about to change, so that it can be written beside it."""
+        ...
+
+    def release(self, fragment: int) -> None:
+        """Copy what has not been written of a fragment, which is about to change."""
+        ...
+
+    def write(self) -> None:
+        """Return once it is written; OSError if it cannot be. From any thread."""
+        ...
+
+    def give_up(self) -> None:
+        """Return once nothing is written any more of what is not wanted."""
+        ...
 
 
 @dataclass
@@ -53,8 +73,8 @@ class Beside:
         """`is_wanted`: the same on all ranks of the cluster."""
         self._world, self._is_wanted = world, is_wanted
         self._saved, self._failed = saved, failed
-        self._part: list[Snapshot] = []  # of the save that is open
-        self._under_way: list[Snapshot] = []
+        self._part: list[Part] = []  # of the save that is open
+        self._under_way: list[Part] = []
         self._is_open = self._is_broken = self._is_refused = False
         self._in_cluster: InCluster | None = None
         self._thread: threading.Thread | None = None
@@ -82,22 +102,24 @@ class Beside:
             return
         self._is_open = True
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Write a rank's outer state: now, or as a part of a save that is open."""
+    def write(self, part: Part) -> None:
+        """Write a part of a checkpoint: now, or with the others of a save that is open."""
         if not self._is_open:
-            snapshot.write()
+            part.write()
             return
-        snapshot.detach()
-        self._part.append(snapshot)
+        part.detach()
+        self._part.append(part)
 
     def drop(self) -> None:
         """Take back what is open: it is not saved."""
+        for part in self._part:
+            part.give_up()
         self._part, self._is_open = [], False
 
     def release(self, fragment: int) -> None:
         """Take that a fragment's anchor and outer optimizer are about to change."""
-        for snapshot in (*self._part, *self._under_way):
-            snapshot.release(fragment)
+        for part in (*self._part, *self._under_way):
+            part.release(fragment)
 
     def begin(self, final: Path, unfinished: Path, step: int, finish: Callable[[], None]) -> bool:
         """Go on with what is open on a thread; False if nothing is. Collective in the cluster.
@@ -174,14 +196,14 @@ class Beside:
     def _run(
         self,
         save: _Save,
-        snapshots: Sequence[Snapshot],
+        parts: Sequence[Part],
         unfinished: Path,
         finish: Callable[[], None],
         ranks: InCluster,
     ) -> None:
         def write() -> None:
-            for snapshot in snapshots:
-                snapshot.write()
+            for part in parts:
+                part.write()
 
         try:
             wrong = self._try(write, ranks)

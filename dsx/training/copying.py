@@ -25,9 +25,8 @@ from typing import Any, Protocol
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
 from dsx.checkpoint.keep import superfluous
-from dsx.checkpoint.remote import Changed, Remote, files_in
-from dsx.config.checkpoints import REMOTE, CheckpointsConfig
-from dsx.config.files import ConfigError
+from dsx.checkpoint.remote import Changed, Remote
+from dsx.config.checkpoints import CheckpointsConfig
 from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.core.progress import Progress
 from dsx.core.waits import waiting_for
@@ -37,6 +36,7 @@ from dsx.training.silent_copies import Silence
 
 logger = logging.getLogger(__name__)
 _KIND = "copied"
+_LOOK_SECONDS = 0.5  # between two looks whether an engine has completed its part
 _MARK_SECONDS = 30.0  # that an end waits for what has diverged to say so there, too
 
 
@@ -107,6 +107,7 @@ class Copying:
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._ends = threading.Event()  # the engine completes nothing any more
 
     def saved(self, path: Path, step: int) -> None:
         """Take a good checkpoint of this cluster, which is complete on its disk."""
@@ -163,6 +164,7 @@ class Copying:
         if self._is_closed:
             return
         self._take_done()
+        self._ends.set()
         if not self._is_ending():
             if self._last is not None and self._last.key not in self._copied:
                 self._do(partial(self._copy, self._last))  # nothing goes over twice
@@ -178,6 +180,7 @@ class Copying:
     def _stop(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            self._ends.set()
             has_closed(self)
             self._work.put(None)
             self._wait_for_marks()
@@ -244,7 +247,8 @@ class Copying:
         began, num_bytes, why = time.monotonic(), 0, ""
         url = self._remote.place_of(copy.path)
         try:
-            total = sum(path.stat().st_size for path in files_in(copy.path))
+            self._wait_for_own_part(copy)
+            total = self._remote.num_bytes(copy.path)
             progress = Progress(f"copying to {url}", total, True, is_waited_for=False)
             num_bytes = self._remote.copy(copy.path, partial(self._pace, progress))
         except (Changed, FileNotFoundError) as error:
@@ -253,6 +257,14 @@ class Copying:
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
             why = f"{type(error).__name__}: {error}"
         self._done.put(_Done(copy, num_bytes, time.monotonic() - began, why))
+
+    def _wait_for_own_part(self, copy: _Copy) -> None:
+        """Return once the engine has completed its part, which it may write beside training."""
+        while not self._remote.is_complete_here(copy.path):
+            if not copy.path.is_dir():
+                raise Changed(f"{copy.path} was deleted meanwhile")
+            if self._ends.wait(_LOOK_SECONDS) and not self._remote.is_complete_here(copy.path):
+                raise OSError(f"the engine has not completed its own part of {copy.path}")
 
     def _pace(self, progress: Progress, num_bytes: int) -> None:
         if self._is_closed:
@@ -325,16 +337,6 @@ class Copying:
                 "an old checkpoint at %s stays: %s: %s", self._remote.url, type(error).__name__,
                 error,
             )  # fmt: skip
-
-
-def open_remote(config: CheckpointsConfig) -> Remote | None:
-    """Return the remote place of a run, if it has one; ConfigError says what is missing for it."""
-    if config.remote is None:
-        return None
-    try:
-        return Remote(config.remote, REMOTE)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _is_finished(tag: Path) -> bool:

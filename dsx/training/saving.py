@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsx.checkpoint.checksums import MANIFEST, UNFINISHED, read_manifest
 from dsx.checkpoint.outer_state import load_state, take_snapshot
-from dsx.checkpoint.remote import Remote
+from dsx.checkpoint.remote import Remote, open_remote
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.transport import PeerLost
@@ -20,7 +20,7 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.beside import Beside, named
-from dsx.training.copying import Copying, open_remote
+from dsx.training.copying import Copying
 from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
 from dsx.training.notices import Notices

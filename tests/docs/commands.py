@@ -14,6 +14,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "torchrun --nproc-per-node 2 train_two.py",
     "torchrun --nproc-per-node 4 train_ddp.py",
     "torchrun --nproc-per-node 4 train_fsdp.py",
+    "torchrun --nproc-per-node 4 train_saving.py",
     "dsx data build",
     "dsx dry-run",
     "dsx data check",

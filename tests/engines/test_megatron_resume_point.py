@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import dsx
+from dsx.config.checkpoints import CheckpointsConfig
 from megatron_patches.resume import choose_iteration
 from tests.checkpoint.test_tags import write
 from tests.distributed import run_distributed
@@ -24,7 +25,8 @@ def outer(load: Path, cluster: int, iteration: int, **facts: Any) -> None:
 def choose(base: str) -> dict[str, Any]:
     world = dsx.init_distributed(block("diloco"))
     cluster, told = world.cluster_id, list[str]()
-    run: Any = SimpleNamespace(world=world, tell=told.append)
+    config = SimpleNamespace(checkpoints=CheckpointsConfig())
+    run: Any = SimpleNamespace(world=world, tell=told.append, config=config)
     found: dict[str, Any] = {}
     for case in ("good", "not finite", "newer than Megatron's", "named", "none good", "new"):
         load = Path(base) / case / f"{cluster}"

@@ -156,13 +156,14 @@ class Trained(NamedTuple):
 class Run:
     """Trains; saves and loads what is the script's own beside the outer state."""
 
-    def __init__(self, kind: Kind, seed: int = 0) -> None:
+    def __init__(self, kind: Kind, seed: int = 0, config: Any = None) -> None:
         world = current_world()
         assert world is not None
         self.world, self.net = world, Net(seed + world.cluster_id)
         self.model = wrap(kind.wrap, self.net)
         self.optimizers = OPTIMIZERS[kind.optimizers](self.model)
-        self.handle = dsx.attach(self.model, self.optimizers, config=config_of(kind.method))
+        config = config or config_of(kind.method)
+        self.handle = dsx.attach(self.model, self.optimizers, config=config)
 
     def take_step(self, step: int) -> None:
         for optimizer in self.optimizers:

@@ -323,7 +323,7 @@ def test_settings_that_have_no_effect_are_refused(given: dict[str, Any], why: st
 
 def test_saves_of_a_script_are_its_own() -> None:
     refuse_of_script(CheckpointsConfig())
-    with pytest.raises(ConfigError, match="remote='s3://b' is not served with plain PyTorch"):
+    with pytest.raises(ConfigError, match="remote='s3://b' has no effect here: the script"):
         refuse_of_script(CheckpointsConfig(remote="s3://b"))
     with pytest.raises(ConfigError, match="keep=2 has no effect here"):
         refuse_of_script(CheckpointsConfig(keep=2))

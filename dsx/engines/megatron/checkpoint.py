@@ -32,6 +32,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.copies import bit_sum
+from dsx.engines.megatron.own_part import MegatronPart
 from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
@@ -44,6 +45,8 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> b
     """Save the outer state of an iteration; every rank calls it, before Megatron saves its part.
 
     Returns whether it is saved: where it cannot be written, a line says so, and the run goes on.
+    With `checkpoints.beside_training` it may be written while training goes on; until it is
+    complete a resume takes the iteration before (`newest_iteration` of resume.py).
     Both inside `with handle.saving():`, so that after `finish()` Megatron's part is the finished
     model; a cluster that loads it has its own masters back.
     """
@@ -55,7 +58,7 @@ def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
     sums = _sum_masters(handle)
-    saving = AgreedSave(handle, base, tag, world.rank == 0)
+    saving = AgreedSave(handle, base, tag, world.rank == 0, may_be_later=True)
     with saving.part():
         handle.write(saving.unfinished)
     saving.agree()
@@ -109,6 +112,12 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         is_new=source != world.cluster_id,
         is_other_number=saved.num_clusters != world.num_clusters,
     )
+
+
+def copy_own_part(handle: Handle, directory: str | Path | None) -> None:
+    """Copy Megatron's own part to the remote place, too, from where Megatron saves to."""
+    if handle.remote is not None and directory is not None:
+        handle.remote.part = MegatronPart(directory)
 
 
 def look_for_own(handle: Handle, directory: str | Path) -> None:

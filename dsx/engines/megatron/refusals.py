@@ -7,7 +7,11 @@ where a script on megatron-core has no such arguments. Needs no megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from dsx.config.checkpoints import REMOTE
+from dsx.config.schema import ConfigError, DsxConfig
 
 _FSDP = "use the distributed optimizer"
 _BUFFER = "leave it out"
@@ -120,3 +124,22 @@ def refuse(found: Mapping[str, str]) -> None:
 def flag_of(name: str) -> str:
     """Return an argument's flag on Megatron-LM's command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def refuse_settings(settings: DsxConfig, own_part: str | Path | None) -> None:
+    """Raise ConfigError for keys that a run with Megatron does not serve.
+
+    `own_part`: where Megatron's own checkpoints are, as far as that is known.
+    """
+    if settings.checkpoints.remote is not None and own_part is None:
+        raise ConfigError(
+            f"{REMOTE}={settings.checkpoints.remote!r} copies Megatron's own part with the outer "
+            "state, and this run has not said where that is: give --save, or in a loop of your own "
+            "dsx.attach_megatron(own_part=DIRECTORY), or leave it out"
+        )
+    if settings.divergence.max_rollbacks:
+        raise ConfigError(
+            f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "
+            "Megatron, whose loop counts iterations and samples itself: leave it out; a run that "
+            "has diverged ends, and the next start takes the last good checkpoint"
+        )

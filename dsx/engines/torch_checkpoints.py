@@ -1,0 +1,139 @@
+"""Checkpoints of plain PyTorch: model, optimizers and outer state, as one tag of each cluster.
+
+`<directory>/cluster_<m>/<tag>/` holds what a tag of DeepSpeed's does, and in `torch/` the model and
+the optimizers by `torch.distributed.checkpoint`: shards of FSDP2 as they lie, what all ranks hold
+alike once. With `checkpoints.beside_training` all of it is written while training goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.files import SavedCluster
+from dsx.checkpoint.health import tensors_of
+from dsx.checkpoint.tags import cluster_directory, complete_tag
+from dsx.comm.world import current_world
+from dsx.core.at_exit import close_at_exit, has_closed
+from dsx.engines.agreed_save import AgreedSave, survives
+from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.distributed_files import (
+    EnginePart,
+    load,
+    new_host_group_of_all,
+    new_stager,
+    read_metadata,
+)
+from dsx.engines.distributed_state import place_for, state_of, take
+from dsx.engines.end_of_script import EndOfScript
+from dsx.engines.resume_point import choose
+from dsx.engines.torch import TorchAdapter
+from dsx.training.handle import Handle
+from dsx.training.manifest import manifest_of
+
+FOLDER = "torch"
+
+
+class TorchCheckpoints:
+    """What `handle` trains, to and from the directories of checkpoints; made right behind `attach`.
+
+    ValueError for a handle of another engine. Every rank of a cluster makes one. With it
+    `checkpoints.keep` and `checkpoints.remote`, `divergence.max_rollbacks` and the end by a signal
+    need nothing more of the script.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        adapter, world = handle.loop.adapter, current_world()
+        if not isinstance(adapter, TorchAdapter) or world is None:
+            raise ValueError(
+                f"TorchCheckpoints({type(adapter).__name__}): they are of what dsx.attach(model, "
+                "optimizer, config=...) returns; DeepSpeed and Megatron save their own"
+            )
+        self._handle, self._world, self._adapter = handle, world, adapter
+        self._group: Any = None
+        self._stager: Any = None
+        end: Any = handle.preemption.engine
+        if isinstance(end, EndOfScript):
+            end.serve(self._write_own)
+        handle.rollback.load = self.load
+
+    def save(self, directory: str | Path, tag: str | None = None) -> bool:
+        """Save in this cluster's part of `directory`, by default as `step<n>`.
+
+        Returns whether it is saved, or begun where `checkpoints.beside_training` is set; what
+        cannot be written is told, and training goes on. Every rank of the cluster calls it, and
+        behind `finish()` of all clusters, as it then holds the finished model.
+        """
+        return survives(lambda: self._save(directory, tag))
+
+    def load(self, directory: str | Path, tag: str | None = None) -> Path | None:
+        """Load `tag`, or the newest good checkpoint that all clusters hold; return its directory.
+
+        On every rank of all clusters, before the first step. FileNotFoundError where there is none;
+        ValueError for what is damaged or of another model. None in a cluster that joins a run: what
+        the others hold is newer than any checkpoint.
+        """
+        handle, world = self._handle, self._world
+        handle.beside.wait_together()  # what is being written may be what is to be loaded
+        if handle.joining.is_due:
+            handle.joining.look_in(directory, tag)
+            handle.settle()
+            return None
+        source, tag = choose(
+            handle.gather, world, directory, tag, handle.only_before, remote=handle.remote
+        )
+        path = cluster_directory(directory, source) / tag
+        saved = SavedCluster(path)
+        self._load_own(path / FOLDER)
+        is_new, is_other = source != world.cluster_id, saved.num_clusters != world.num_clusters
+        handle.load(path, is_new, is_other)
+        return path
+
+    def close(self) -> None:
+        """Return once nothing is written any more; give back the memory for copies."""
+        has_closed(self)
+        self._handle.beside.close()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _save(self, directory: str | Path, tag: str | None) -> None:
+        handle, world = self._handle, self._world
+        tag = f"step{handle.step}" if tag is None else tag
+        own = cluster_directory(directory, world.cluster_id)
+        with handle.saving():
+            saving = AgreedSave(handle, own, tag, world.rank == 0, may_be_later=True)
+            begun = saving.unfinished
+            saving.do(lambda: self._write_own(begun))
+            saving.do(lambda: handle.write(begun, lambda: self.save(directory, tag)))
+            optimizers = self._adapter.inner_optimizers
+            judged = gather_objects(handle.rollback.judge(tensors_of(optimizers)))
+            manifest = manifest_of(handle, world, judged)
+            saving.complete(lambda: complete_tag(own, tag, manifest))
+
+    def _write_own(self, directory: Path) -> None:
+        """Write model and optimizers, now or beside training. Collective in the cluster."""
+        adapter = self._adapter
+        state = state_of(adapter.model, adapter.inner_optimizers)
+        group, stager = self._tools()
+        self._handle.beside.write(EnginePart(state, directory / FOLDER, group, stager))
+
+    def _load_own(self, path: Path) -> None:
+        adapter = self._adapter
+        if not path.is_dir():
+            raise ValueError(
+                f"{path.parent} was not saved by TorchCheckpoints: load what the script has saved "
+                "there by itself, and handle.load(directory)"
+            )
+        group, _ = self._tools()
+        place = place_for(adapter.model, adapter.inner_optimizers, read_metadata(path))
+        load(place, path, group)
+        take(adapter.model, adapter.inner_optimizers, place)
+
+    def _tools(self) -> tuple[Any, Any]:
+        """Return the group and the copier, made at first. Collective in the cluster."""
+        if self._group is None:
+            self._group = new_host_group_of_all(self._world.in_cluster_seconds)
+            self._stager = new_stager(next(self._adapter.model.parameters()).device)
+            close_at_exit(self)
+        return self._group, self._stager
