@@ -103,6 +103,7 @@ class Kind(NamedTuple):
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
     is_biased: bool = False  # the router's choice, by what each expert has had to do
+    fsdp: str = ""  # "torch": FSDP2, instead of DistributedDataParallel
 
     @property
     def num_layers(self) -> int:
@@ -117,6 +118,7 @@ class Kind(NamedTuple):
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
         words["biased"] = self.is_biased
+        words[f"fsdp_{self.fsdp}"] = bool(self.fsdp)
         words[self.family] = self.family != "gpt2"
         words["uneven"] = self.first_stage is not None
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
@@ -206,12 +208,15 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         use_distributed_optimizer=kind.is_sharded,
         bucket_size=1000 if kind.overlaps else None,  # elements: several of them
     )
-    chunks = [
-        DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
-        for index, module in enumerate(modules)
-    ]
-    for chunk in chunks:
-        chunk.broadcast_params()
+    if kind.fsdp:
+        chunks = [fully_sharded(config, module) for module in modules]
+    else:
+        chunks = [
+            DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
+            for index, module in enumerate(modules)
+        ]
+        for chunk in chunks:
+            chunk.broadcast_params()
     is_muon = kind.optimizer == "muon"
     optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
         OptimizerConfig(
@@ -239,6 +244,22 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         if len(chunks) == 1:
             config.no_sync_func = config.no_sync_func[0]
     return Engine(kind, chunks, optimizer, get_forward_backward_func())
+
+
+def fully_sharded(config: Any, module: Any) -> Any:
+    """Return a chunk under FSDP2, its norms' weights and biases among what is cut."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from megatron.core.distributed import torch_fully_sharded_data_parallel_config as settings
+
+    take_gradients_as_later_releases_do(TorchFullyShardedDataParallel)
+    return TorchFullyShardedDataParallel(
+        config, settings.TorchFullyShardedDataParallelConfig(), module
+    )
+
+
+def take_gradients_as_later_releases_do(kind: Any) -> None:
+    """Let core 0.16 to 0.19 train under FSDP2: NVIDIA/Megatron-LM#4669, mended by #4953."""
+    kind.finish_grad_sync = lambda self, force_all_reduce=False: None
 
 
 def end_groups() -> None:
@@ -278,6 +299,7 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
+        **({"transformer_impl": "local"} if kind.fsdp else {}),
         **{
             "bias_activation_fusion": False,
             **expert_settings(kind),
@@ -355,7 +377,8 @@ def train_step(engine: Engine, step: int, cluster: int | None = None, poison: bo
     parts = [engine.data_rank * MICRO_BATCHES + micro for micro in range(MICRO_BATCHES)]
     batches = [batch(cluster, step, part) for part in parts]
     for chunk in engine.chunks:
-        chunk.zero_grad_buffer()
+        if not engine.kind.fsdp:
+            chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
     iterators = [iter(batches) for _ in engine.chunks]
     is_one = len(engine.chunks) == 1
@@ -412,7 +435,8 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
             dimension = parameter.partition_dim if is_cut else None
             whole = in_whole_layer(name, chunk.config)
-            found[whole] = (parameter.detach().float().clone(), dimension, rank)
+            value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            found[whole] = (value.detach().float().clone(), dimension, rank)
     return found
 
 

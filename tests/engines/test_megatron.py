@@ -161,7 +161,10 @@ def difference_of_weights(engine: Engine) -> float:
     worst = 0.0
     for place in engine.handle.loop.adapter.places:  # type: ignore[attr-defined]
         for weight, piece in place.pieces():
-            held = weight.detach().view(-1)[piece.start : piece.start + piece.numel]
+            held, start = weight.detach(), piece.start
+            if hasattr(held, "to_local"):  # this rank's rows
+                held, start = held.to_local(), 0
+            held = held.view(-1)[start : start + piece.numel]
             rounded = piece.view().to(weight.dtype)
             worst = max(worst, (held.float() - rounded.float()).abs().max().item())
     return worst

@@ -38,7 +38,7 @@ from dsx.engines.copies import TensorParallelCopies
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
-from dsx.engines.megatron.masters import gather, leaves, locate
+from dsx.engines.megatron.masters import drop_gathered_of, gather, leaves, locate
 from dsx.engines.megatron.model_notes import NoteTaker
 from dsx.engines.megatron.parameters import (
     Coordinates,
@@ -72,6 +72,7 @@ class MegatronAdapter(MultiRankAdapter):
         vocab_size: int | None = None,
     ) -> None:
         refuse_unsupported(chunks, optimizer)
+        self._is_fsdp2 = drop_gathered_of(chunks)
         self._backwards = backwards  # micro-batches, where Megatron's calculator has no number
         self._chunks = chunks
         self._optimizer = optimizer
@@ -173,6 +174,12 @@ class MegatronAdapter(MultiRankAdapter):
         captured graphs, which call no hooks.
         """
         require_before(when, "Megatron")
+        if self._is_fsdp2:
+            raise ValueError(
+                f"dsx.schedule.when={when!r} launches a layer inside the backward, of which torch's "
+                "FSDP2 tells nothing: use schedule.type='streaming' with delay.type='average', or "
+                "DistributedDataParallel (leave out --use-torch-fsdp2)"
+            )
         for chunk in self._chunks:
             require_hooks(when, captured_by(chunk.config))
         count = partial(micro_batches, self._backwards)

@@ -5,11 +5,11 @@ The second line: what arguments tell is refused before anything is built (refusa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
 from dsx.engines.megatron.masters import leaves
 from dsx.engines.megatron.refusals import (
@@ -20,6 +20,7 @@ from dsx.engines.megatron.refusals import (
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
+    UNDER_FSDP2,
     refuse,
     refused_experts,
 )
@@ -51,9 +52,12 @@ def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
     kinds = [type(one).__name__ for one in (optimizer, *held, *inside)]
     found = {name: _TYPES[name] for name in kinds if name in _TYPES}
     for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):
+        if not isinstance(chunk, (DistributedDataParallel, TorchFullyShardedDataParallel)):
             kind = f"a model chunk of type {type(chunk).__name__}"
-            found[kind] = "wrap it in megatron.core.distributed.DistributedDataParallel"
+            found[kind] = (
+                "wrap it in DistributedDataParallel or TorchFullyShardedDataParallel of "
+                "megatron.core.distributed"
+            )
     return found
 
 
@@ -65,18 +69,20 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
             for name, why in OF_MODEL.items()
             if getattr(chunk.config, name, None)
         }
-        found |= _above_one(chunk.config) | refused_experts(chunk.config)
+        found |= _above_one(chunk.config, ABOVE_ONE) | refused_experts(chunk.config)
+        if isinstance(chunk, TorchFullyShardedDataParallel):
+            found |= _above_one(chunk.config, UNDER_FSDP2)
     return found
 
 
-def _above_one(config: Any) -> dict[str, str]:
-    given = {name: getattr(config, name, None) or 1 for name in ABOVE_ONE}
-    return {f"{n}={value}": ABOVE_ONE[n] for n, value in given.items() if value > 1}
+def _above_one(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
+    given = {name: getattr(config, name, None) or 1 for name in reasons}
+    return {f"{n}={value}": reasons[n] for n, value in given.items() if value > 1}
 
 
 def _refused_ddp(config: Any) -> dict[str, str]:
     found = {f"{n}=True": why for n, why in OF_DATA_PARALLEL.items() if getattr(config, n, False)}
-    return found | _above_one(config)
+    return found | _above_one(config, ABOVE_ONE)
 
 
 def _refused_optimizer(config: Any) -> dict[str, str]:

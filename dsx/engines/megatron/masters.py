@@ -3,6 +3,9 @@
 One class per kind of optimizer, by its exact type; what is not known is refused. Checked on
 megatron-core 0.16.1; the attributes have the same names in 0.12 to 0.20. None of them communicates
 except in `gather`.
+
+Under torch's FSDP2 (`TorchFullyShardedDataParallel`) parameters and fp32 copies of them are DTensors:
+a rank's masters are its rows of each, and the next forward gathers weights by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -18,6 +22,12 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from dsx.engines.data_parallel import (
+    drop_gathered,
+    is_dtensor,
+    piece_of_shard,
+    sharded_modules,
+)
 from dsx.engines.masters import Piece
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
@@ -26,10 +36,13 @@ SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 class MasterPlace(ABC):
     """Where one optimizer, `leaf`, keeps its masters."""
 
-    is_sharded = False
-
     def __init__(self, leaf: Any) -> None:
         self._leaf = leaf
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks that read different data hold different masters."""
+        return any(is_dtensor(parameter) for parameter in self.parameters())
 
     @abstractmethod
     def parameters(self) -> list[Any]:
@@ -83,7 +96,7 @@ class Weights(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the parameters themselves."""
-        return [(p, Piece(p, tuple(p.shape))) for p in self.parameters()]
+        return [entry for p in self.parameters() for entry in _pieces(p, p)]
 
     def copy(self) -> None:
         """Nothing to copy."""
@@ -98,7 +111,7 @@ class Copies(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the fp32 copies."""
-        return [(p, Piece(master, tuple(p.shape))) for p, master in self._pairs()]
+        return [entry for pair in self._pairs() for entry in _pieces(*pair)]
 
     def copy(self) -> None:
         """Copy as after a step."""
@@ -114,7 +127,10 @@ class Copies(MasterPlace):
 class Shards(MasterPlace):
     """The distributed optimizer: this rank's range of every bucket, cut through parameters."""
 
-    is_sharded = True
+    @property
+    def is_sharded(self) -> bool:
+        """True."""
+        return True
 
     def parameters(self) -> list[Any]:
         """Return the parameters of all buckets, those that lie on other ranks included."""
@@ -138,14 +154,32 @@ class Shards(MasterPlace):
         self._leaf._copy_main_params_to_model_params()
 
 
-def gather(chunks: Sequence[Any]) -> None:
-    """All-gather the parameter buffers, at once.
+def _pieces(parameter: Any, master: Any) -> list[tuple[Any, Piece]]:
+    """Return what of a master is on this rank, if anything is."""
+    piece = Piece(master, tuple(parameter.shape))
+    if is_dtensor(master):
+        piece = piece_of_shard(f"of {tuple(parameter.shape)}", master)
+    return [(parameter, piece)] if piece.numel else []
 
-    Collective over the data- and context-parallel ranks, and the experts' own. With
-    overlap_param_gather a gather may be under way, which Megatron then only waits for: it is of
-    before.
+
+def drop_gathered_of(chunks: Sequence[Any]) -> bool:
+    """Let chunks under FSDP2 hold their shards alone; return whether there are any. Local."""
+    modules = [module for chunk in chunks for module in sharded_modules(chunk)]
+    drop_gathered(modules)
+    return bool(modules)
+
+
+def gather(chunks: Sequence[Any]) -> None:
+    """Let every rank's weights be what the masters are, at once.
+
+    All-gathers the parameter buffers: collective over the data- and context-parallel ranks, and the
+    experts' own. With overlap_param_gather a gather may be under way, which Megatron then only
+    waits for: it is of before. FSDP2 gathers as weights are used, and drops what it holds of before.
     """
     for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            drop_gathered_of([chunk])
+            continue
         groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         if any(group.param_gather_handle is not None for group in groups):
             chunk.start_param_sync(force_sync=True)

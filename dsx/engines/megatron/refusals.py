@@ -34,6 +34,10 @@ OF_DATA_PARALLEL = {
 ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
+UNDER_FSDP2 = {  # Megatron's own arguments refuse these, too
+    "pipeline_model_parallel_size": "torch's FSDP2 is of one stage; use DistributedDataParallel",
+    "expert_model_parallel_size": "FSDP2 averages all experts; use DistributedDataParallel",
+}
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -42,7 +46,6 @@ OPTIMIZERS = ("adam", "sgd", "muon")
 OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
 OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
-    "use_torch_fsdp2": _FSDP,
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }

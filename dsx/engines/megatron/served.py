@@ -32,6 +32,7 @@ SERVED = {
     "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
+    "use_torch_fsdp2": "each rank's rows of every parameter; not with dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
     "async_save": "the outer state is whole before Megatron begins to write its part",
