@@ -30,6 +30,7 @@ from tests.engines.megatron_experts import (
     tell_experts_apart,
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
+from tests.engines.megatron_fully_sharded import fully_sharded, gathered, with_shards
 from tests.engines.megatron_models import MORE_TOKENS, OTHER, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
@@ -103,7 +104,7 @@ class Kind(NamedTuple):
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
     is_biased: bool = False  # the router's choice, by what each expert has had to do
-    fsdp: str = ""  # "torch": FSDP2, instead of DistributedDataParallel
+    fsdp: str = ""  # instead of DistributedDataParallel; "torch", or Megatron-FSDP's strategy
 
     @property
     def num_layers(self) -> int:
@@ -209,7 +210,7 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         bucket_size=1000 if kind.overlaps else None,  # elements: several of them
     )
     if kind.fsdp:
-        chunks = [fully_sharded(config, module) for module in modules]
+        chunks = [fully_sharded(kind, config, module) for module in modules]
     else:
         chunks = [
             DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
@@ -244,22 +245,6 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         if len(chunks) == 1:
             config.no_sync_func = config.no_sync_func[0]
     return Engine(kind, chunks, optimizer, get_forward_backward_func())
-
-
-def fully_sharded(config: Any, module: Any) -> Any:
-    """Return a chunk under FSDP2, its norms' weights and biases among what is cut."""
-    from megatron.core.distributed import TorchFullyShardedDataParallel
-    from megatron.core.distributed import torch_fully_sharded_data_parallel_config as settings
-
-    take_gradients_as_later_releases_do(TorchFullyShardedDataParallel)
-    return TorchFullyShardedDataParallel(
-        config, settings.TorchFullyShardedDataParallelConfig(), module
-    )
-
-
-def take_gradients_as_later_releases_do(kind: Any) -> None:
-    """Let core 0.16 to 0.19 train under FSDP2: NVIDIA/Megatron-LM#4669, mended by #4953."""
-    kind.finish_grad_sync = lambda self, force_all_reduce=False: None
 
 
 def end_groups() -> None:
@@ -377,8 +362,7 @@ def train_step(engine: Engine, step: int, cluster: int | None = None, poison: bo
     parts = [engine.data_rank * MICRO_BATCHES + micro for micro in range(MICRO_BATCHES)]
     batches = [batch(cluster, step, part) for part in parts]
     for chunk in engine.chunks:
-        if not engine.kind.fsdp:
-            chunk.zero_grad_buffer()
+        chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
     iterators = [iter(batches) for _ in engine.chunks]
     is_one = len(engine.chunks) == 1
@@ -418,7 +402,7 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
         (parallel_state.get_expert_tensor_parallel_rank()),
     )
     found: dict[str, tuple[Tensor, int | None, int]] = {}
-    for chunk in engine.chunks:
+    for chunk in map(with_shards, engine.chunks):
         numbers = {
             path: module.layer_number - 1
             for path, module in chunk.named_modules()
@@ -435,8 +419,9 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
             dimension = parameter.partition_dim if is_cut else None
             whole = in_whole_layer(name, chunk.config)
-            value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            found[whole] = (value.detach().float().clone(), dimension, rank)
+            if hasattr(parameter, "full_tensor"):
+                parameter = gathered(parameter)
+            found[whole] = (parameter.detach().float().clone(), dimension, rank)
     return found
 
 

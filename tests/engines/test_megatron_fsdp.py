@@ -5,14 +5,10 @@ Each kind in processes of its own: what torch has cached of a mesh of ranks hold
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.distributed import run_distributed
-from tests.engines.megatrons import Kind, build_engine, needs_megatron, train_step, whole_weights
+from tests.engines.megatrons import Kind, needs_megatron
 from tests.engines.test_megatron import check, train
 
 pytestmark = needs_megatron
@@ -22,6 +18,10 @@ KINDS = [
     pytest.param(Kind(fsdp="torch", precision="bf16"), 4, marks=CI),
     pytest.param(Kind(fsdp="torch", experts=4, is_biased=True), 4, marks=CI),
     pytest.param(Kind(fsdp="torch", tensor=2, precision="bf16"), 8, marks=CI),
+    (Kind(fsdp="optim_grads_params", is_sharded=True), 4),
+    pytest.param(Kind(fsdp="optim_grads_params", is_sharded=True, precision="bf16"), 4, marks=CI),
+    pytest.param(Kind(fsdp="optim_grads", is_sharded=True, precision="bf16"), 4, marks=CI),
+    pytest.param(Kind(fsdp="optim", is_sharded=True), 4, marks=CI),
 ]
 
 

@@ -19,7 +19,6 @@ MODEL = {
     "hybrid_context_parallel": True,
 }
 DATA_PARALLEL = {
-    "use_megatron_fsdp": True,
     "use_custom_fsdp": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
     "fp8_param_gather": True,
@@ -62,7 +61,10 @@ def try_settings(engine: Any) -> dict[str, str]:
             messages[f"{place} {attribute}"] = message
             setattr(config, attribute, before)
     messages["plain"] = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
-    wrapped = type("TorchFullyShardedDataParallel", (), {"config": chunk.config})()
+    chunk.ddp_config.use_megatron_fsdp = True  # as a chunk of it would say, with no_shard
+    messages["no_shard"] = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
+    chunk.ddp_config.use_megatron_fsdp = False
+    wrapped = type("FullyShardedDataParallel", (), {"config": chunk.config})()
     messages["chunk"] = message_of(refuse_unsupported, [wrapped], engine.optimizer)
     return messages
 
@@ -192,7 +194,9 @@ def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
     assert "does not know where" in messages["unknown"] and "NewOptimizer" in messages["unknown"]
     assert "with DistributedOptimizer in part" in messages["mixed"]
     wrapped = outcomes[0]["settings"]["chunk"]
-    assert "a model chunk of type TorchFullyShardedDataParallel" in wrapped
+    assert "a model chunk of type FullyShardedDataParallel" in wrapped
+    whole = outcomes[0]["settings"]["no_shard"]
+    assert "data_parallel_sharding_strategy='no_shard' of Megatron: with Megatron-FSDP" in whole
     attaching = outcomes[0]["attaching"]
     assert "place of parameter vision.layers.0" in attaching["unknown place"]
     assert "parameters, " in attaching["not the model's"]

@@ -11,11 +11,11 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
+from dsx.engines.megatron.fully_sharded import is_megatron_fsdp
 from dsx.engines.megatron.masters import leaves
 from dsx.engines.megatron.refusals import (
     ABOVE_ONE,
     LAYER_WISE,
-    OF_DATA_PARALLEL,
     OF_MODEL,
     OF_OPTIMIZER,
     OPTIMIZERS,
@@ -23,6 +23,8 @@ from dsx.engines.megatron.refusals import (
     UNDER_FSDP2,
     refuse,
     refused_experts,
+    refused_of_data_parallel,
+    refused_strategy,
 )
 
 _TYPES = {
@@ -52,11 +54,11 @@ def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
     kinds = [type(one).__name__ for one in (optimizer, *held, *inside)]
     found = {name: _TYPES[name] for name in kinds if name in _TYPES}
     for chunk in chunks:
-        if not isinstance(chunk, (DistributedDataParallel, TorchFullyShardedDataParallel)):
-            kind = f"a model chunk of type {type(chunk).__name__}"
-            found[kind] = (
+        known = (DistributedDataParallel, TorchFullyShardedDataParallel)
+        if not isinstance(chunk, known) and not is_megatron_fsdp(chunk):
+            found[f"a model chunk of type {type(chunk).__name__}"] = (
                 "wrap it in DistributedDataParallel or TorchFullyShardedDataParallel of "
-                "megatron.core.distributed"
+                "megatron.core.distributed, or in Megatron-FSDP's FullyShardedDataParallel"
             )
     return found
 
@@ -81,7 +83,8 @@ def _above_one(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refused_ddp(config: Any) -> dict[str, str]:
-    found = {f"{n}=True": why for n, why in OF_DATA_PARALLEL.items() if getattr(config, n, False)}
+    found = {f"{n}=True": why for n, why in refused_of_data_parallel(config).items()}
+    found |= {f"{n}={v!r}": why for n, (v, why) in refused_strategy(config).items()}
     return found | _above_one(config, ABOVE_ONE)
 
 

@@ -3,9 +3,7 @@
 One class per kind of optimizer, by its exact type; what is not known is refused. Checked on
 megatron-core 0.16.1; the attributes have the same names in 0.12 to 0.20. None of them communicates
 except in `gather`.
-
-Under torch's FSDP2 (`TorchFullyShardedDataParallel`) parameters and fp32 copies of them are DTensors:
-a rank's masters are its rows of each, and the next forward gathers weights by itself.
+What is fully sharded is in fully_sharded.py.
 """
 
 from __future__ import annotations
@@ -22,13 +20,16 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
-from dsx.engines.data_parallel import (
-    drop_gathered,
-    is_dtensor,
-    piece_of_shard,
-    sharded_modules,
-)
+from dsx.engines.data_parallel import is_dtensor
 from dsx.engines.masters import Piece
+from dsx.engines.megatron.fully_sharded import (
+    drop_gathered_of,
+    end_gathers,
+    is_megatron_fsdp,
+    own,
+    pieces_in_buffers,
+    pieces_of,
+)
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
 
@@ -78,7 +79,8 @@ def locate(optimizer: Any) -> list[MasterPlace]:
                 f"dsx does not know where {type(leaf).__module__}.{type(leaf).__name__} keeps its "
                 f"fp32 masters; it serves {SERVED} and a ChainedOptimizer of them"
             )
-        found.append(places[type(leaf)](leaf))
+        is_in_buffers = getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False)
+        found.append((BufferShards if is_in_buffers else places[type(leaf)])(leaf))
     if len({place.is_sharded for place in found}) > 1:
         raise ValueError(
             "dsx does not serve a ChainedOptimizer with DistributedOptimizer in part; use "
@@ -96,7 +98,7 @@ class Weights(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the parameters themselves."""
-        return [entry for p in self.parameters() for entry in _pieces(p, p)]
+        return [entry for p in self.parameters() for entry in pieces_of(p, p)]
 
     def copy(self) -> None:
         """Nothing to copy."""
@@ -111,7 +113,7 @@ class Copies(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the fp32 copies."""
-        return [entry for pair in self._pairs() for entry in _pieces(*pair)]
+        return [entry for pair in self._pairs() for entry in pieces_of(*pair)]
 
     def copy(self) -> None:
         """Copy as after a step."""
@@ -154,33 +156,46 @@ class Shards(MasterPlace):
         self._leaf._copy_main_params_to_model_params()
 
 
-def _pieces(parameter: Any, master: Any) -> list[tuple[Any, Piece]]:
-    """Return what of a master is on this rank, if anything is."""
-    piece = Piece(master, tuple(parameter.shape))
-    if is_dtensor(master):
-        piece = piece_of_shard(f"of {tuple(parameter.shape)}", master)
-    return [(parameter, piece)] if piece.numel else []
+class BufferShards(MasterPlace):
+    """Megatron-FSDP: this rank's range of every group of parameters."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True."""
+        return True
+
+    def parameters(self) -> list[Any]:
+        """Return the model's parameters, those that lie on other ranks included."""
+        return [own(p) for group in self._leaf.optimizer.param_groups for p in group["params"]]
+
+    def pieces(self) -> list[tuple[Any, Piece]]:
+        """Return what of the parameters lies in this rank's ranges."""
+        trained = {id(parameter) for parameter in self.parameters()}
+        chunks = self._leaf.model_chunks
+        return [entry for chunk in chunks for entry in pieces_in_buffers(chunk, trained)]
+
+    def copy(self) -> None:
+        """Copy this rank's ranges to what is gathered from; `gather` takes them further."""
+        for chunk in self._leaf.model_chunks:
+            end_gathers(chunk)
+        self._leaf._copy_main_params_to_model_params()
 
 
-def drop_gathered_of(chunks: Sequence[Any]) -> bool:
-    """Let chunks under FSDP2 hold their shards alone; return whether there are any. Local."""
-    modules = [module for chunk in chunks for module in sharded_modules(chunk)]
-    drop_gathered(modules)
-    return bool(modules)
+def gather(chunks: Sequence[Any], at_once: bool = False) -> None:
+    """Let every rank's weights be what the masters are: at once, or with the next forward.
 
-
-def gather(chunks: Sequence[Any]) -> None:
-    """Let every rank's weights be what the masters are, at once.
-
-    All-gathers the parameter buffers: collective over the data- and context-parallel ranks, and the
-    experts' own. With overlap_param_gather a gather may be under way, which Megatron then only
-    waits for: it is of before. FSDP2 gathers as weights are used, and drops what it holds of before.
+    All-gathers the parameter buffers: collective over the data- and context-parallel ranks, and
+    the experts' own. With overlap_param_gather the next forward does it. Then a gather may be
+    under way, which Megatron would only wait for: it is of before. FSDP2 gathers as weights are
+    used, and drops what it holds of before; Megatron-FSDP begins as it does after a step.
     """
     for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):
+        if is_megatron_fsdp(chunk):
+            chunk.start_param_sync()
+        elif not isinstance(chunk, DistributedDataParallel):
             drop_gathered_of([chunk])
-            continue
-        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-        if any(group.param_gather_handle is not None for group in groups):
+        elif at_once or not chunk.ddp_config.overlap_param_gather:
+            groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if any(group.param_gather_handle is not None for group in groups):
+                chunk.start_param_sync(force_sync=True)
             chunk.start_param_sync(force_sync=True)
-        chunk.start_param_sync(force_sync=True)

@@ -25,6 +25,7 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.masters import dtype_name
+from dsx.engines.megatron.fully_sharded import own
 from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -109,7 +110,8 @@ def name_parameters(
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
         predicts_more = _predicts_more_tokens(module, is_tied, place)
         is_copied = is_tied or predicts_more
-        for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
+        for local_name, held_as in (*module.named_parameters(), *biases_of(module)):
+            tensor = own(held_as)
             if id(tensor) in held:
                 order, plain = _in_model(local_name, numbers, module)
                 is_copy = plain == (EMBEDDING if predicts_more else HEAD) and is_copied

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_FSDP = "use the distributed optimizer"
+OLD_FSDP = "use_custom_fsdp"
 _BUFFER = "leave it out"
 LAYER_WISE = (
     "its masters are parted among ranks by layer; use optimizer 'muon' without "
@@ -26,8 +26,7 @@ OF_OPTIMIZER = {
     "use_layer_wise_distributed_optimizer": LAYER_WISE,
 }
 OF_DATA_PARALLEL = {
-    "use_megatron_fsdp": _FSDP,
-    "use_custom_fsdp": _FSDP,
+    OLD_FSDP: "it is of core 0.13 and before; use the distributed optimizer",
     "reuse_grad_buf_for_mxfp8_param_ag": _BUFFER,
     "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
 }
@@ -38,6 +37,7 @@ UNDER_FSDP2 = {  # Megatron's own arguments refuse these, too
     "pipeline_model_parallel_size": "torch's FSDP2 is of one stage; use DistributedDataParallel",
     "expert_model_parallel_size": "FSDP2 averages all experts; use DistributedDataParallel",
 }
+SHARDING = ("optim", "optim_grads", "optim_grads_params")
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -56,9 +56,11 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
-    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
+    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_MODEL}
     found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
+    found |= refused_of_data_parallel(arguments)
     named = {flag_of(name): why for name, why in found.items()}
+    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_strategy(arguments).items()}
     for name, why in ABOVE_ONE.items():
         value = getattr(arguments, name, None) or 1
         if value > 1:
@@ -73,6 +75,26 @@ def refuse_arguments(arguments: Any) -> None:
         named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
     named |= {flag_of(name): why for name, why in refused_experts(arguments, "num_experts").items()}
     refuse(named)
+
+
+def refused_of_data_parallel(settings: Any) -> dict[str, str]:
+    """Return what of OF_DATA_PARALLEL is set; later releases set the old FSDP with the new one."""
+    is_new = getattr(settings, "use_megatron_fsdp", False)
+    return {
+        name: why
+        for name, why in OF_DATA_PARALLEL.items()
+        if getattr(settings, name, False) and not (is_new and name == OLD_FSDP)
+    }
+
+
+def refused_strategy(settings: Any) -> dict[str, tuple[str, str]]:
+    """Return how Megatron-FSDP shards, where it does not: setting, value and what to do."""
+    name = "data_parallel_sharding_strategy"
+    value = getattr(settings, name, None)
+    if not getattr(settings, "use_megatron_fsdp", False) or value != "no_shard":
+        return {}
+    advice = f"with Megatron-FSDP use {', '.join(SHARDING)}, or leave use_megatron_fsdp out"
+    return {name: (value, advice)}
 
 
 def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:

@@ -15,6 +15,7 @@ from dsx.engines.megatron.refusals import (
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
+    SHARDING,
     flag_of,
 )
 
@@ -33,6 +34,7 @@ SERVED = {
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
     "use_torch_fsdp2": "each rank's rows of every parameter; not with dreamddp",
+    "use_megatron_fsdp": "masters in the ranges of its buffers; not with dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
     "async_save": "the outer state is whole before Megatron begins to write its part",
@@ -46,5 +48,6 @@ def table() -> list[tuple[str, str, str]]:
     rows = [(flag_of(name), "served", note) for name, note in SERVED.items()]
     rows.append(("--optimizer", ", ".join(OPTIMIZERS), f"another is refused: {OTHER_OPTIMIZER}"))
     rows += [(flag_of(name), "1", f"more is refused: {why}") for name, why in ABOVE_ONE.items()]
+    rows.append(("--data-parallel-sharding-strategy", ", ".join(SHARDING), "of Megatron-FSDP"))
     refused = {**OF_MODEL, **OF_DATA_PARALLEL, **OF_OPTIMIZER, **OF_LOOP}
     return rows + [(flag_of(name), "refused", why) for name, why in refused.items()]
