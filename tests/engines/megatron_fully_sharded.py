@@ -9,6 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class NoLayer:
+    """What no layer is of."""
+
+
 def fully_sharded(kind: Any, config: Any, module: Any) -> Any:
     """Return a chunk under torch's FSDP2, or under Megatron-FSDP with a kind's strategy."""
     from megatron.core.distributed import (
@@ -34,6 +38,7 @@ def fully_sharded(kind: Any, config: Any, module: Any) -> Any:
         gradient_reduce_div_fusion=False,  # it is in NCCL
         bucket_size=1000,  # elements: several of them
     )
+    mcore_fsdp_adapter.TELinear = NoLayer  # a mock where there is no Transformer Engine
     return mcore_fsdp_adapter.FullyShardedDataParallel(config, settings, module)
 
 

@@ -1,17 +1,22 @@
-"""Megatron's other models, tiny: BERT, T5, and a GPT that predicts one token more."""
+"""Megatron's other models, tiny: BERT, T5, hybrids, and a GPT that predicts one token more."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OTHER = ("bert", "t5", "mtp")
-MORE_TOKENS = {"mtp_num_layers": 1}  # of the TransformerConfig
+OTHER = ("bert", "t5", "mtp", "hybrid")
+# of the TransformerConfig
+OF_STATES = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}
+SETTINGS = {"mtp": {"mtp_num_layers": 1}, "hybrid": {**OF_STATES, "is_hybrid_model": True}}
 
 
 def build_other(kind: Any, config: Any, vp_stage: int | None, **common: Any) -> Any:
@@ -31,10 +36,24 @@ def build_other(kind: Any, config: Any, vp_stage: int | None, **common: Any) -> 
             t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers),
         )
         return T5Model(config, encoder, *specs, **common)
+    if kind.family == "hybrid":
+        leave_triton_out()
+        from tests.engines.megatron_hybrid import build_hybrid
+
+        return build_hybrid(config, **common)
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
     more = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage)
     common["position_embedding_type"] = "rope"
     return GPTModel(config, layer, mtp_block_spec=more, vp_stage=vp_stage, **common)
+
+
+def leave_triton_out() -> None:
+    """Let Megatron's mixer be imported without triton, whose kernels are of inference."""
+    name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    if importlib.util.find_spec("triton") is None and name not in sys.modules:
+        sys.modules[name] = kernels = ModuleType(name)
+        for kernel in ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"):
+            setattr(kernels, kernel, None)
 
 
 def outcome(model: Any, windows: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor, Any]]] | None:

@@ -31,7 +31,7 @@ from tests.engines.megatron_experts import (
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
 from tests.engines.megatron_fully_sharded import fully_sharded, gathered, with_shards
-from tests.engines.megatron_models import MORE_TOKENS, OTHER, build_other, outcome
+from tests.engines.megatron_models import OTHER, SETTINGS, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -290,7 +290,7 @@ def transformer_config(kind: Kind) -> Any:
             **expert_settings(kind),
             **TRANSFORMERS.get(kind.family, {}),
         },
-        **(MORE_TOKENS if kind.family == "mtp" else {}),
+        **SETTINGS.get(kind.family, {}),
     )
 
 
@@ -417,7 +417,8 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             name = name.replace("module.", "").removeprefix("decoder.")
             count, rank = experts if ".experts." in name else dense
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
-            dimension = parameter.partition_dim if is_cut else None
+            # a Mamba layer's vectors do not say which
+            dimension = getattr(parameter, "partition_dim", 0) if is_cut else None
             whole = in_whole_layer(name, chunk.config)
             if hasattr(parameter, "full_tensor"):
                 parameter = gathered(parameter)

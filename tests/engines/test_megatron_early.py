@@ -55,7 +55,8 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         for name in VALUES:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-        for name in ("context-parallel", "expert-model-parallel", "expert-tensor-parallel"):
+        sizes = "context-parallel pipeline-model-parallel expert-model-parallel"
+        for name in [*sizes.split(), "expert-tensor-parallel"]:
             parser.add_argument(f"--{name}-size", type=int, default=1)
         parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
         parser.add_argument("--num-experts", type=int)
@@ -145,6 +146,8 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--use-distributed-optimizer", "--optimizer", "muon"],
         ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
         ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
+        ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
+        ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
     ],
     ids=" ".join,
 )
@@ -172,10 +175,12 @@ def test_another_backend_and_a_step_inside_the_backward_are_refused_there_too(
 
 def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str) -> None:
     given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "2"]
-    given += ["--num-experts", "8", "--expert-model-parallel-size", "2", "--use-torch-fsdp2"]
+    given += ["--num-experts", "8", "--expert-model-parallel-size", "2"]
     with pytest.raises(Joining):
         main([script, *DSX, *given])
     assert sys.argv == [script, *DSX, *given]
+    with pytest.raises(Joining):
+        main([script, *DSX, "--use-torch-fsdp2"])
     with pytest.raises(Joining):  # what is in that file is known where the model is built
         main([script, *DSX, "--yaml-cfg", "x.yaml", "--skip-train"])
 

@@ -20,7 +20,7 @@ from dsx.engines.megatron.refusals import (
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
-    UNDER_FSDP2,
+    UNDER_FSDP,
     refuse,
     refused_experts,
     refused_of_data_parallel,
@@ -72,8 +72,8 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
             if getattr(chunk.config, name, None)
         }
         found |= _above_one(chunk.config, ABOVE_ONE) | refused_experts(chunk.config)
-        if isinstance(chunk, TorchFullyShardedDataParallel):
-            found |= _above_one(chunk.config, UNDER_FSDP2)
+        if not isinstance(chunk, DistributedDataParallel):
+            found |= _above_one(chunk.config, UNDER_FSDP)
     return found
 
 

@@ -33,9 +33,10 @@ OF_DATA_PARALLEL = {
 ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
-UNDER_FSDP2 = {  # Megatron's own arguments refuse these, too
-    "pipeline_model_parallel_size": "torch's FSDP2 is of one stage; use DistributedDataParallel",
-    "expert_model_parallel_size": "FSDP2 averages all experts; use DistributedDataParallel",
+UNDER_FSDP = {  # with either kind of fully sharded data parallelism
+    "pipeline_model_parallel_size": "its mesh has no stages; use the distributed optimizer",
+    "expert_model_parallel_size": "experts differ from those of plain training; use the "
+    "distributed optimizer",
 }
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
 OF_MODEL = {
@@ -65,6 +66,7 @@ def refuse_arguments(arguments: Any) -> None:
         value = getattr(arguments, name, None) or 1
         if value > 1:
             named[f"{flag_of(name)} {value}"] = why
+    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
         named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
@@ -95,6 +97,19 @@ def refused_strategy(settings: Any) -> dict[str, tuple[str, str]]:
         return {}
     advice = f"with Megatron-FSDP use {', '.join(SHARDING)}, or leave use_megatron_fsdp out"
     return {name: (value, advice)}
+
+
+def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
+    """Return what of UNDER_FSDP is above 1 where data parallelism is fully sharded."""
+    kinds = ("use_torch_fsdp2", "use_megatron_fsdp")
+    if not any(getattr(arguments, kind, False) for kind in kinds):
+        return {}
+    given = {name: getattr(arguments, name, None) or 1 for name in UNDER_FSDP}
+    return {
+        name: (value, f"with fully sharded data parallelism use 1: {UNDER_FSDP[name]}")
+        for name, value in given.items()
+        if value > 1
+    }
 
 
 def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:
