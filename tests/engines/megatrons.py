@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
 from tests.engines.megatron_fully_sharded import fully_sharded, gathered, with_shards
 from tests.engines.megatron_models import OTHER, SETTINGS, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
+from tests.engines.megatron_precision import fused_adam, settings_of
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
 from tests.reference_schedules import Clock, due_streaming
@@ -104,6 +106,7 @@ class Kind(NamedTuple):
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
     is_biased: bool = False  # the router's choice, by what each expert has had to do
+    fused: str = ""  # by a double of Transformer Engine's Adam, in megatron_precision.py
     fsdp: str = ""  # instead of DistributedDataParallel; "torch", or Megatron-FSDP's strategy
 
     @property
@@ -119,6 +122,7 @@ class Kind(NamedTuple):
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
         words["biased"] = self.is_biased
+        words[f"fused_{self.fused}"] = bool(self.fused)
         words[f"fsdp_{self.fsdp}"] = bool(self.fsdp)
         words[self.family] = self.family != "gpt2"
         words["uneven"] = self.first_stage is not None
@@ -219,23 +223,25 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         for chunk in chunks:
             chunk.broadcast_params()
     is_muon = kind.optimizer == "muon"
-    optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
-        OptimizerConfig(
-            optimizer=kind.optimizer,
-            lr=RATE,
-            weight_decay=DECAY,
-            adam_eps=EPSILON,
-            bf16=kind.precision == "bf16",
-            fp16=kind.precision == "fp16",
-            initial_loss_scale=16.0,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=kind.is_sharded,
-            overlap_param_gather=kind.overlaps,
-            clip_grad=1.0,
-            **(muon_settings() if is_muon else {}),
-        ),
-        chunks,
-    )
+    more = muon_settings() if is_muon else {}
+    with fused_adam() if kind.fused else nullcontext():
+        optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
+            OptimizerConfig(
+                optimizer=kind.optimizer,
+                lr=RATE,
+                weight_decay=DECAY,
+                adam_eps=EPSILON,
+                bf16=kind.precision == "bf16",
+                fp16=kind.precision == "fp16",
+                initial_loss_scale=16.0,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=kind.is_sharded,
+                overlap_param_gather=kind.overlaps,
+                clip_grad=1.0,
+                **(settings_of(kind.fused) if kind.fused else more),
+            ),
+            chunks,
+        )
     for group in optimizer.param_groups:  # what Megatron's scheduler does at every step
         group["lr"], group["weight_decay"] = RATE, DECAY * group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads

@@ -22,7 +22,7 @@ DSX = ["--dsx-preset", "diloco", "--dsx-num-clusters", "2", "--dsx-cluster-id", 
 NAMES = ("arguments", "initialize", "training", "global_vars")
 SWITCHES = (
     "optimizer_cuda_graph", "inprocess_restart", "use_custom_fsdp", "hybrid_context_parallel",
-    "skip_train", "use_precision_aware_optimizer",
+    "skip_train",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
     "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
@@ -147,6 +147,7 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
         ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
         ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
+        ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp"],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
     ],
     ids=" ".join,

@@ -25,7 +25,6 @@ DATA_PARALLEL = {
     "num_distributed_optimizer_instances": 2,
 }
 OPTIMIZER = {
-    "use_precision_aware_optimizer": True,
     "overlap_param_gather_with_optimizer_step": True,
     "optimizer_cpu_offload": True,
     "optimizer_cuda_graph": True,

@@ -242,8 +242,8 @@ def _groups_alike() -> list[Any]:
 def _require_fp32(pieces: dict[str, Piece]) -> None:
     """Raise ValueError for masters of another type."""
     for name, piece in pieces.items():
-        if piece.master.dtype != torch.float32:
+        if (held := piece.view().dtype) != torch.float32:
             raise ValueError(
-                f"the master copy of {name} is {piece.master.dtype}, not fp32: use --bf16 or "
-                "--fp16 with Megatron's mixed-precision optimizers, or fp32"
+                f"the master copy of {name} is {held}, not fp32: use --bf16 or --fp16 with "
+                "Megatron's mixed-precision optimizers and --main-params-dtype fp32, or fp32"
             )

@@ -21,6 +21,7 @@ from dsx.engines.megatron.refusals import (
     OPTIMIZERS,
     OTHER_OPTIMIZER,
     UNDER_FSDP,
+    UNDER_MEGATRON_FSDP,
     refuse,
     refused_experts,
     refused_of_data_parallel,
@@ -73,7 +74,8 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
         }
         found |= _above_one(chunk.config, ABOVE_ONE) | refused_experts(chunk.config)
         if not isinstance(chunk, DistributedDataParallel):
-            found |= _above_one(chunk.config, UNDER_FSDP)
+            is_torch = isinstance(chunk, TorchFullyShardedDataParallel)
+            found |= _above_one(chunk.config, UNDER_FSDP if is_torch else UNDER_MEGATRON_FSDP)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -22,6 +23,7 @@ from megatron.core.optimizer.optimizer import (
 
 from dsx.engines.data_parallel import is_dtensor
 from dsx.engines.masters import Piece
+from dsx.engines.masters_apart import ApartPiece
 from dsx.engines.megatron.fully_sharded import (
     drop_gathered_of,
     end_gathers,
@@ -30,6 +32,7 @@ from dsx.engines.megatron.fully_sharded import (
     pieces_in_buffers,
     pieces_of,
 )
+from dsx.engines.megatron.precision_aware import is_inside, piece_of
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
 
@@ -143,17 +146,23 @@ class Shards(MasterPlace):
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return what of the parameters lies in this rank's ranges."""
         found: list[tuple[Any, Piece]] = []
+        inner = self._leaf.optimizer
         for parameter, (group, index) in self._leaf.model_param_group_index_map.items():
-            master = self._leaf.optimizer.param_groups[group]["params"][index]
+            master = inner.param_groups[group]["params"][index]
             part = self._leaf._get_model_param_range_map(parameter)["param"]
             is_whole = part.size == parameter.numel()
             shape = tuple(parameter.shape) if is_whole else (part.size,)
-            found.append((parameter, Piece(master, shape, part.start)))
+            make = partial(piece_of, inner) if is_inside(self._leaf) else Piece
+            found.append((parameter, make(master, shape, part.start)))
         return found
 
     def copy(self) -> None:
         """Copy this rank's ranges into the parameter buffers; `gather` takes them further."""
         self._leaf._copy_main_params_to_model_params()
+        if is_inside(self._leaf):  # which copies nothing then: its optimizer does in its step
+            for _, piece in self.pieces():
+                if isinstance(piece, ApartPiece):
+                    piece.master.detach().copy_(piece.flat())
 
 
 class BufferShards(MasterPlace):

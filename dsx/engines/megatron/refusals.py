@@ -16,7 +16,6 @@ LAYER_WISE = (
     "use_distributed_optimizer, or 'adam' with it"
 )
 OF_OPTIMIZER = {
-    "use_precision_aware_optimizer": "its masters are in the fused optimizer; leave it out",
     "overlap_param_gather_with_optimizer_step": (
         "it gathers weights before the outer step; use overlap_param_gather"
     ),
@@ -37,6 +36,11 @@ UNDER_FSDP = {  # with either kind of fully sharded data parallelism
     "pipeline_model_parallel_size": "its mesh has no stages; use the distributed optimizer",
     "expert_model_parallel_size": "experts differ from those of plain training; use the "
     "distributed optimizer",
+}
+UNDER_MEGATRON_FSDP = {
+    "tensor_model_parallel_size": "slices differ from those of plain training; use the "
+    "distributed optimizer",
+    **UNDER_FSDP,
 }
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
 OF_MODEL = {
@@ -100,13 +104,12 @@ def refused_strategy(settings: Any) -> dict[str, tuple[str, str]]:
 
 
 def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
-    """Return what of UNDER_FSDP is above 1 where data parallelism is fully sharded."""
-    kinds = ("use_torch_fsdp2", "use_megatron_fsdp")
-    if not any(getattr(arguments, kind, False) for kind in kinds):
-        return {}
-    given = {name: getattr(arguments, name, None) or 1 for name in UNDER_FSDP}
+    """Return what is above 1 where data parallelism is fully sharded: its value and what to do."""
+    kinds = {"use_torch_fsdp2": UNDER_FSDP, "use_megatron_fsdp": UNDER_MEGATRON_FSDP}
+    reasons = next((kinds[kind] for kind in kinds if getattr(arguments, kind, False)), {})
+    given = {name: getattr(arguments, name, None) or 1 for name in reasons}
     return {
-        name: (value, f"with fully sharded data parallelism use 1: {UNDER_FSDP[name]}")
+        name: (value, f"with fully sharded data parallelism use 1: {reasons[name]}")
         for name, value in given.items()
         if value > 1
     }
