@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OTHER = ("bert", "t5", "mtp", "hybrid")
+OTHER = ("bert", "t5", "mtp", "hybrid", "own")
 # of the TransformerConfig
 OF_STATES = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}
 SETTINGS = {"mtp": {"mtp_num_layers": 1}, "hybrid": {**OF_STATES, "is_hybrid_model": True}}
@@ -42,9 +42,36 @@ def build_other(kind: Any, config: Any, vp_stage: int | None, **common: Any) -> 
 
         return build_hybrid(config, **common)
     layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    if kind.family == "own":
+        return own_model(config, GPTModel(config, layer, **common))
     more = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, False, vp_stage=vp_stage)
     common["position_embedding_type"] = "rope"
     return GPTModel(config, layer, mtp_block_spec=more, vp_stage=vp_stage, **common)
+
+
+def own_model(config: Any, language: Any) -> Any:
+    """Return a model of a script's own, in parts whose names dsx has never seen."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class Reader(MegatronModule):
+        """A language model of positions that were looked at before."""
+
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.eye = torch.nn.Linear(config.hidden_size, config.hidden_size)
+            self.tongue = language
+
+        def set_input_tensor(self, given: Any) -> None:
+            """Hand on what a stage before has made: nothing."""
+            self.tongue.set_input_tensor(given)
+
+        def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, labels: Tensor) -> Any:
+            """Return the losses `[batch, length]`."""
+            seen = self.tongue.embedding(tokens, positions)
+            seen = seen + torch.tanh(self.eye(seen))
+            return self.tongue(tokens, positions, mask, decoder_input=seen, labels=labels)
+
+    return Reader()
 
 
 def leave_triton_out() -> None:

@@ -60,7 +60,8 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name}-size", type=int, default=1)
         parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
         parser.add_argument("--num-experts", type=int)
-        parser.add_argument("--use-torch-fsdp2", action="store_true")
+        for name in ("use-torch-fsdp2", "use-precision-aware-optimizer"):
+            parser.add_argument(f"--{name}", action="store_true")
         parser.add_argument("--use-megatron-fsdp", action="store_true")
         parser.add_argument("--data-parallel-sharding-strategy", default="no_shard")
         parser.add_argument("--optimizer", default="adam")
@@ -146,6 +147,7 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--use-distributed-optimizer", "--optimizer", "muon"],
         ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
         ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
+        ["--use-megatron-fsdp", "--use-precision-aware-optimizer"],
         ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
         ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp"],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],

@@ -120,6 +120,7 @@ def try_attaching() -> dict[str, str]:
     renamed.chunks[0].module.vision = renamed.chunks[0].module.decoder
     del renamed.chunks[0].module.decoder
     messages["unknown place"] = attach(renamed.chunks, renamed.optimizer)
+    renamed.optimizer.dsx.close()
     two = build_inner(Kind(), 0)
     vars(two.chunks[0].module).update(add_encoder=True, add_decoder=True)
     messages["two parts"] = attach(two.chunks, two.optimizer)
@@ -197,7 +198,7 @@ def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
     whole = outcomes[0]["settings"]["no_shard"]
     assert "data_parallel_sharding_strategy='no_shard' of Megatron: with Megatron-FSDP" in whole
     attaching = outcomes[0]["attaching"]
-    assert "place of parameter vision.layers.0" in attaching["unknown place"]
+    assert attaching["unknown place"] == "served"  # on one stage
     assert "parameters, " in attaching["not the model's"]
     assert attaching["two parts"] == "served"  # on one stage; test_megatron_names.py on several
 

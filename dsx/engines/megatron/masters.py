@@ -33,6 +33,7 @@ from dsx.engines.megatron.fully_sharded import (
     pieces_of,
 )
 from dsx.engines.megatron.precision_aware import is_inside, piece_of
+from dsx.engines.megatron.refusals import INSIDE_OF_BOTH, refuse
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
 
@@ -83,6 +84,8 @@ def locate(optimizer: Any) -> list[MasterPlace]:
                 f"fp32 masters; it serves {SERVED} and a ChainedOptimizer of them"
             )
         is_in_buffers = getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False)
+        if is_in_buffers and is_inside(leaf):
+            refuse({"Megatron-FSDP with use_precision_aware_optimizer": INSIDE_OF_BOTH})
         found.append((BufferShards if is_in_buffers else places[type(leaf)])(leaf))
     if len({place.is_sharded for place in found}) > 1:
         raise ValueError(

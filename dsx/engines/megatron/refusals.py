@@ -15,6 +15,7 @@ LAYER_WISE = (
     "its masters are parted among ranks by layer; use optimizer 'muon' without "
     "use_distributed_optimizer, or 'adam' with it"
 )
+INSIDE_OF_BOTH = "its masters would be in the optimizer; leave the latter out"
 OF_OPTIMIZER = {
     "overlap_param_gather_with_optimizer_step": (
         "it gathers weights before the outer step; use overlap_param_gather"
@@ -71,6 +72,9 @@ def refuse_arguments(arguments: Any) -> None:
         if value > 1:
             named[f"{flag_of(name)} {value}"] = why
     named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
+    both = ("use_megatron_fsdp", "use_precision_aware_optimizer")
+    if all(getattr(arguments, name, False) for name in both):
+        named[" with ".join(flag_of(name) for name in both)] = INSIDE_OF_BOTH
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
         named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
