@@ -30,6 +30,7 @@ VALUES = {
     "non_persistent_save_interval": 5,
     "num_distributed_optimizer_instances": 2,
 }
+OPTIM = ["--data-parallel-sharding-strategy", "optim"]
 
 
 class Joining(Exception):
@@ -147,9 +148,9 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--use-distributed-optimizer", "--optimizer", "muon"],
         ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
         ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
-        ["--use-megatron-fsdp", "--use-precision-aware-optimizer"],
+        ["--use-megatron-fsdp", "--use-precision-aware-optimizer", *OPTIM],
         ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
-        ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp"],
+        ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
     ],
     ids=" ".join,

@@ -12,19 +12,25 @@ from tests.engines.megatrons import Kind, needs_megatron
 from tests.engines.test_megatron import check, train
 
 pytestmark = needs_megatron
-CI = pytest.mark.ci
+WHOLE = Kind(fsdp="optim_grads_params", is_sharded=True)
+CI = [
+    Kind(fsdp="torch"),
+    Kind(fsdp="torch", experts=4, is_biased=True),
+    WHOLE._replace(is_tied=True, overlaps=True),
+    Kind(fsdp="optim_grads", is_sharded=True, precision="bf16"),
+]
+SLOW = [
+    Kind(fsdp="torch", precision="bf16"),
+    Kind(fsdp="torch", tensor=2),
+    WHOLE._replace(precision="bf16"),
+    Kind(fsdp="optim", is_sharded=True),
+]
 KINDS = [
-    (Kind(fsdp="torch"), 4),
-    pytest.param(Kind(fsdp="torch", precision="bf16"), 4, marks=CI),
-    pytest.param(Kind(fsdp="torch", experts=4, is_biased=True), 4, marks=CI),
-    pytest.param(Kind(fsdp="torch", tensor=2, precision="bf16"), 8, marks=CI),
-    (Kind(fsdp="optim_grads_params", is_sharded=True), 4),
-    pytest.param(Kind(fsdp="optim_grads_params", is_sharded=True, precision="bf16"), 4, marks=CI),
-    pytest.param(Kind(fsdp="optim_grads", is_sharded=True, precision="bf16"), 4, marks=CI),
-    pytest.param(Kind(fsdp="optim", is_sharded=True), 4, marks=CI),
+    *(pytest.param(kind, marks=pytest.mark.ci) for kind in CI),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), KINDS, ids=str)
-def test_shards_equal_the_reference(kind: Kind, num_ranks: int) -> None:
-    check(kind, run_distributed(train, num_ranks, kind, timeout_seconds=280, engine="megatron"))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_shards_equal_the_reference(kind: Kind) -> None:
+    check(kind, run_distributed(train, 4, kind, timeout_seconds=280, engine="megatron"))
