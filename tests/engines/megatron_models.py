@@ -58,6 +58,7 @@ def own_model(config: Any, language: Any) -> Any:
 
         def __init__(self) -> None:
             super().__init__(config)
+            self.model_type = language.model_type  # for which Megatron's schedules ask
             self.eye = torch.nn.Linear(config.hidden_size, config.hidden_size)
             self.tongue = language
 
