@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 ALLOCATIONS = [
     "arange",
@@ -94,6 +95,7 @@ def install() -> None:
     _map_cuda()
     _map_random_states()
     _map_collectives()
+    _map_meshes()
 
 
 def _device(device: Any) -> Any:
@@ -102,6 +104,11 @@ def _device(device: Any) -> Any:
     is_name = isinstance(device, str) and device.startswith("cuda")
     is_cuda = isinstance(device, torch.device) and device.type == "cuda"
     return torch.device("cpu") if is_number or is_name or is_cuda else device
+
+
+def _device_type(name: str) -> str:
+    """Return the type of a device mesh, CPUs for CUDA."""
+    return "cpu" if name == "cuda" else name
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,6 +220,20 @@ def _map_collectives() -> None:
 
     dist.barrier = barrier_without_devices
     dist.all_to_all_single = all_to_all_of_lists
+
+
+def _map_meshes() -> None:
+    """Let a mesh of CUDA devices be one of CPUs."""
+    mesh: Any = DeviceMesh
+    make, from_group = mesh.__init__, mesh.from_group
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        make(self, _device_type(device_type), *args, **kwargs)
+
+    def from_groups(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return from_group(group, _device_type(device_type), *args, **kwargs)
+
+    mesh.__init__, mesh.from_group = init, from_groups
 
 
 def _listed(value: Any) -> Any:

@@ -83,5 +83,5 @@ def _write(pieces: Sequence[Piece], values: Tensor) -> None:
     """Overwrite pieces, in place, with values one after another."""
     offset = 0
     for piece in pieces:
-        piece.view().copy_(values[offset : offset + piece.numel])
+        piece.overwrite(values[offset : offset + piece.numel])
         offset += piece.numel

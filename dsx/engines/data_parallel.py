@@ -94,7 +94,7 @@ def find_placement(
     """
     shards = sharded_modules(model)
     fewer = f"start one process per cluster ({num_clusters} in all)"
-    if shards or any(_is_dtensor(p) for p in trained.values()):
+    if shards or any(is_dtensor(p) for p in trained.values()):
         return _of_shards(trained, shards, num_ranks)
     if num_ranks == 1:
         return None
@@ -151,7 +151,7 @@ def _of_shards(
     places: list[tuple[Any, list[str]]] = []  # the mesh, and what lies along each of its sides
     pieces: dict[str, Piece] = {}
     for name, parameter in trained.items():
-        if not _is_dtensor(parameter) or not modules:
+        if not is_dtensor(parameter) or not modules:
             _refuse_placement(name, parameter)
         places.append((_require_data_parallel(name, parameter), _forms(parameter)))
         if places[-1] != places[0]:
@@ -162,7 +162,7 @@ def _of_shards(
                 f"parameter {name} is placed as {own}, and others as {others}: dsx "
                 "serves one placement for all; give fully_shard the same mesh everywhere"
             )
-        piece = _piece_of(name, parameter)
+        piece = piece_of_shard(name, parameter)
         if piece.numel:
             pieces[name] = piece
     mesh, forms = places[0]
@@ -171,7 +171,8 @@ def _of_shards(
     return Placement("fully_shard", pieces, mesh.get_group(0) if is_replicated else None, modules)
 
 
-def _is_dtensor(parameter: Any) -> bool:
+def is_dtensor(parameter: Any) -> bool:
+    """Whether a parameter lies over the ranks of a device mesh."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
 
 
@@ -194,7 +195,7 @@ def _require_data_parallel(name: str, parameter: Any) -> Any:
 
 def _refuse_placement(name: str, parameter: Any) -> None:
     where = "on every rank for itself, not sharded"
-    if _is_dtensor(parameter):
+    if is_dtensor(parameter):
         names = parameter.device_mesh.mesh_dim_names
         where = f"placed as {tuple(parameter.placements)}" + (f" over {names}" if names else "")
     raise ValueError(
@@ -204,8 +205,8 @@ def _refuse_placement(name: str, parameter: Any) -> None:
     )
 
 
-def _piece_of(name: str, parameter: Any) -> Piece:
-    """Return this rank's rows of a parameter."""
+def piece_of_shard(name: str, parameter: Any) -> Piece:
+    """Return this rank's rows of a parameter; ValueError where FSDP2 would have cut others."""
     whole = tuple(parameter.shape)
     local: Tensor = parameter.detach().to_local()
     if _forms(parameter) == ["Replicate"]:

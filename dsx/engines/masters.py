@@ -43,6 +43,10 @@ class Piece:
         """Return the live elements `[numel]`; not to be kept."""
         return self.flat()[self.offset : self.offset + self.numel]
 
+    def overwrite(self, values: Tensor) -> None:
+        """Write elements `[numel]`, in place."""
+        self.view().copy_(values)
+
     def cut(self, first: int, last: int) -> Piece | None:
         """Return what lies between two elements of the flattened parameter, if anything does."""
         first, last = max(first, self.start), min(last, self.start + self.numel)
@@ -94,7 +98,7 @@ class Masters:
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
         for offset, piece in self._pieces[fragment]:
-            piece.view().copy_(source[offset : offset + piece.numel])
+            piece.overwrite(source[offset : offset + piece.numel])
 
 
 class MastersAdapter:

@@ -91,7 +91,7 @@ class ReplicaShards:
         for rank, part in enumerate(parts):
             for place, piece in _overlaps(wholes, rank * run + first, numel):
                 if rank != self._rank:
-                    piece.view().copy_(part[place : place + piece.numel])
+                    piece.overwrite(part[place : place + piece.numel])
 
 
 class ReplicaSets:

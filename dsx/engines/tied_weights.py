@@ -48,7 +48,7 @@ class TiedWeight:
         piece = self.piece.cut(first, first + values.numel()) if self.piece else None
         if not self.is_owner and piece:
             start = piece.start - first
-            piece.view().copy_(values[start : start + piece.numel])
+            piece.overwrite(values[start : start + piece.numel])
 
 
 class TiedWeights:

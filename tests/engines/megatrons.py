@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +31,10 @@ from tests.engines.megatron_experts import (
     tell_experts_apart,
 )
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
-from tests.engines.megatron_models import MORE_TOKENS, OTHER, build_other, outcome
+from tests.engines.megatron_fully_sharded import fully_sharded, gathered, with_shards
+from tests.engines.megatron_models import OTHER, SETTINGS, build_other, outcome
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
+from tests.engines.megatron_precision import fused_adam, settings_of
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
 from tests.reference_schedules import Clock, due_streaming
@@ -103,6 +106,8 @@ class Kind(NamedTuple):
     expert_parallel: int = 1
     expert_tensor: int | None = None  # as the dense layers
     is_biased: bool = False  # the router's choice, by what each expert has had to do
+    fused: str = ""  # by a double of Transformer Engine's Adam, in megatron_precision.py
+    fsdp: str = ""  # instead of DistributedDataParallel; "torch", or Megatron-FSDP's strategy
 
     @property
     def num_layers(self) -> int:
@@ -117,6 +122,8 @@ class Kind(NamedTuple):
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
         words["biased"] = self.is_biased
+        words[f"fused_{self.fused}"] = bool(self.fused)
+        words[f"fsdp_{self.fsdp}"] = bool(self.fsdp)
         words[self.family] = self.family != "gpt2"
         words["uneven"] = self.first_stage is not None
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
@@ -206,30 +213,35 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         use_distributed_optimizer=kind.is_sharded,
         bucket_size=1000 if kind.overlaps else None,  # elements: several of them
     )
-    chunks = [
-        DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
-        for index, module in enumerate(modules)
-    ]
-    for chunk in chunks:
-        chunk.broadcast_params()
+    if kind.fsdp:
+        chunks = [fully_sharded(kind, config, module) for module in modules]
+    else:
+        chunks = [
+            DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
+            for index, module in enumerate(modules)
+        ]
+        for chunk in chunks:
+            chunk.broadcast_params()
     is_muon = kind.optimizer == "muon"
-    optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
-        OptimizerConfig(
-            optimizer=kind.optimizer,
-            lr=RATE,
-            weight_decay=DECAY,
-            adam_eps=EPSILON,
-            bf16=kind.precision == "bf16",
-            fp16=kind.precision == "fp16",
-            initial_loss_scale=16.0,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=kind.is_sharded,
-            overlap_param_gather=kind.overlaps,
-            clip_grad=1.0,
-            **(muon_settings() if is_muon else {}),
-        ),
-        chunks,
-    )
+    more = muon_settings() if is_muon else {}
+    with fused_adam() if kind.fused else nullcontext():
+        optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
+            OptimizerConfig(
+                optimizer=kind.optimizer,
+                lr=RATE,
+                weight_decay=DECAY,
+                adam_eps=EPSILON,
+                bf16=kind.precision == "bf16",
+                fp16=kind.precision == "fp16",
+                initial_loss_scale=16.0,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=kind.is_sharded,
+                overlap_param_gather=kind.overlaps,
+                clip_grad=1.0,
+                **(settings_of(kind.fused) if kind.fused else more),
+            ),
+            chunks,
+        )
     for group in optimizer.param_groups:  # what Megatron's scheduler does at every step
         group["lr"], group["weight_decay"] = RATE, DECAY * group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads
@@ -278,12 +290,13 @@ def transformer_config(kind: Kind) -> Any:
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
+        **({"transformer_impl": "local"} if kind.fsdp else {}),
         **{
             "bias_activation_fusion": False,
             **expert_settings(kind),
             **TRANSFORMERS.get(kind.family, {}),
         },
-        **(MORE_TOKENS if kind.family == "mtp" else {}),
+        **SETTINGS.get(kind.family, {}),
     )
 
 
@@ -395,7 +408,7 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
         (parallel_state.get_expert_tensor_parallel_rank()),
     )
     found: dict[str, tuple[Tensor, int | None, int]] = {}
-    for chunk in engine.chunks:
+    for chunk in map(with_shards, engine.chunks):
         numbers = {
             path: module.layer_number - 1
             for path, module in chunk.named_modules()
@@ -411,8 +424,11 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
             name = name.replace("module.", "").removeprefix("decoder.")
             count, rank = experts if ".experts." in name else dense
             is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
-            dimension = parameter.partition_dim if is_cut else None
+            # a Mamba layer's vectors do not say which
+            dimension = getattr(parameter, "partition_dim", 0) if is_cut else None
             whole = in_whole_layer(name, chunk.config)
+            if hasattr(parameter, "full_tensor"):
+                parameter = gathered(parameter)
             found[whole] = (parameter.detach().float().clone(), dimension, rank)
     return found
 

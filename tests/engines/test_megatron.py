@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.engines.engines import NUM_CLUSTERS
+from tests.engines.megatron_fully_sharded import difference_in_buffers
 from tests.engines.megatrons import (
     Engine,
     Kind,
@@ -159,9 +160,14 @@ def train_everything(kinds: list[Kind], coded: Kind) -> Any:
 def difference_of_weights(engine: Engine) -> float:
     """How far the weights of this rank are from its rounded masters."""
     worst = 0.0
+    if engine.kind.fsdp not in ("", "torch"):
+        return max(map(difference_in_buffers, engine.chunks))
     for place in engine.handle.loop.adapter.places:  # type: ignore[attr-defined]
         for weight, piece in place.pieces():
-            held = weight.detach().view(-1)[piece.start : piece.start + piece.numel]
+            held, start = weight.detach(), piece.start
+            if hasattr(held, "to_local"):  # this rank's rows
+                held, start = held.to_local(), 0
+            held = held.view(-1)[start : start + piece.numel]
             rounded = piece.view().to(weight.dtype)
             worst = max(worst, (held.float() - rounded.float()).abs().max().item())
     return worst

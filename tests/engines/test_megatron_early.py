@@ -21,8 +21,8 @@ from megatron_patches.run import Run
 DSX = ["--dsx-preset", "diloco", "--dsx-num-clusters", "2", "--dsx-cluster-id", "1"]
 NAMES = ("arguments", "initialize", "training", "global_vars")
 SWITCHES = (
-    "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
-    "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
+    "optimizer_cuda_graph", "inprocess_restart", "use_custom_fsdp", "hybrid_context_parallel",
+    "skip_train",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
     "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
@@ -30,6 +30,7 @@ VALUES = {
     "non_persistent_save_interval": 5,
     "num_distributed_optimizer_instances": 2,
 }
+OPTIM = ["--data-parallel-sharding-strategy", "optim"]
 
 
 class Joining(Exception):
@@ -55,10 +56,15 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         for name in VALUES:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-        for name in ("context-parallel", "expert-model-parallel", "expert-tensor-parallel"):
+        sizes = "context-parallel pipeline-model-parallel expert-model-parallel"
+        for name in [*sizes.split(), "expert-tensor-parallel"]:
             parser.add_argument(f"--{name}-size", type=int, default=1)
         parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
         parser.add_argument("--num-experts", type=int)
+        for name in ("use-torch-fsdp2", "use-precision-aware-optimizer"):
+            parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument("--use-megatron-fsdp", action="store_true")
+        parser.add_argument("--data-parallel-sharding-strategy", default="no_shard")
         parser.add_argument("--optimizer", default="adam")
         parser.add_argument("--use-distributed-optimizer", action="store_true")
         parser.add_argument("--muon-scalar-optimizer", default="adam")
@@ -141,6 +147,11 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--optimizer", "adaptive_muon"],
         ["--use-distributed-optimizer", "--optimizer", "muon"],
         ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
+        ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
+        ["--use-megatron-fsdp", "--use-precision-aware-optimizer", *OPTIM],
+        ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
+        ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
+        ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
     ],
     ids=" ".join,
 )
@@ -172,6 +183,8 @@ def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str
     with pytest.raises(Joining):
         main([script, *DSX, *given])
     assert sys.argv == [script, *DSX, *given]
+    with pytest.raises(Joining):
+        main([script, *DSX, "--use-torch-fsdp2"])
     with pytest.raises(Joining):  # what is in that file is known where the model is built
         main([script, *DSX, "--yaml-cfg", "x.yaml", "--skip-train"])
 
@@ -193,7 +206,13 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
     known = {*refusals.OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
     known |= {*refusals.OF_MODEL, *refusals.ABOVE_ONE}
     assert known == {*SWITCHES, *VALUES}
-    refuse_arguments(SimpleNamespace(use_torch_fsdp2=False))  # a version without the others
+    refuse_arguments(SimpleNamespace(skip_train=False))  # a version without the others
+
+
+def test_megatron_fsdp_is_served_though_it_sets_the_old_one_s_flag() -> None:
+    given = SimpleNamespace(use_megatron_fsdp=True, use_custom_fsdp=True)
+    for given.data_parallel_sharding_strategy in refusals.SHARDING:
+        refuse_arguments(given)
 
 
 def test_the_second_line_is_before_the_model(

@@ -1,4 +1,4 @@
-"""BERT, T5 and multi-token prediction in two clusters: the mean of what each trains alone."""
+"""BERT, T5, hybrids and further tokens in two clusters: the mean of what each trains alone."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ KINDS = [
     Kind(family="mtp", pipeline=2),
     Kind(family="mtp", pipeline=2, is_sharded=True, precision="bf16"),
     Kind(family="mtp", is_tied=True),
+    Kind(family="own"),
+    Kind(family="own", tensor=2, is_sharded=True, precision="bf16"),
+    Kind(family="hybrid", pipeline=2),
+    Kind(family="hybrid", tensor=2, layers_per_stage=4, is_sharded=True),
+    Kind(family="hybrid", layers_per_stage=4, is_sharded=True, precision="bf16"),
 ]
 
 

@@ -31,6 +31,11 @@ MTP = [
     "decoder.final_layernorm.weight", "mtp.layers.0.transformer_layer.mlp.weight",
     "output_layer.weight",
 ]  # fmt: skip
+OWN = [
+    "vision_model.layers.0.mlp.weight", "vision_projection.weight",
+    "language_model.embedding.word_embeddings.weight",
+    "language_model.decoder.layers.0.mlp.weight",
+]  # fmt: skip
 IN_ORDER = [T5[i] for i in (1, 2, 6, 7, 8, 3, 4, 5, 0)]
 
 
@@ -80,10 +85,15 @@ def name_everything() -> dict[str, Any]:
     more.share_embeddings_and_output_weights = True
     with pytest.raises(ValueError) as twice:
         copies(more, 1)
+    vision = model_of(OWN)
+    with pytest.raises(ValueError) as apart:
+        named(vision, stages=2)
     last = model_of(["encoder.layers.0.mlp.weight", "lm_head.dense.weight"], first_layer=3)
     return {
         **found,
         "refused mtp": str(twice.value),
+        "own": named(vision),
+        "refused own": str(apart.value),
         "bert": named(model_of(BERT)),
         "last stage": named(last, stages=2),
         "t5": names,
@@ -99,6 +109,9 @@ def test_encoders_and_decoders_have_their_places() -> None:
     assert found["t5"] == IN_ORDER
     assert [len(layer) for layer in found["layers"]] == [3, 2, 1, 3]  # two of each part
     assert found["mtp"] == MTP
+    assert found["own"] == OWN
+    assert "place of parameter vision_model.layers.0.mlp.weight of Mod" in found["refused own"]
+    assert "On one stage any model is served" in found["refused own"]
     assert found["copies"] == ([], [MTP[0]])
     assert "dsx does not serve mtp_num_layers over 2 pipeline stages" in found["refused mtp"]
     assert "dsx does not serve Module over 2 pipeline stages" in found["refused"]

@@ -19,14 +19,12 @@ MODEL = {
     "hybrid_context_parallel": True,
 }
 DATA_PARALLEL = {
-    "use_megatron_fsdp": True,
     "use_custom_fsdp": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
     "fp8_param_gather": True,
     "num_distributed_optimizer_instances": 2,
 }
 OPTIMIZER = {
-    "use_precision_aware_optimizer": True,
     "overlap_param_gather_with_optimizer_step": True,
     "optimizer_cpu_offload": True,
     "optimizer_cuda_graph": True,
@@ -62,7 +60,10 @@ def try_settings(engine: Any) -> dict[str, str]:
             messages[f"{place} {attribute}"] = message
             setattr(config, attribute, before)
     messages["plain"] = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
-    wrapped = type("TorchFullyShardedDataParallel", (), {"config": chunk.config})()
+    chunk.ddp_config.use_megatron_fsdp = True  # as a chunk of it would say, with no_shard
+    messages["no_shard"] = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
+    chunk.ddp_config.use_megatron_fsdp = False
+    wrapped = type("FullyShardedDataParallel", (), {"config": chunk.config})()
     messages["chunk"] = message_of(refuse_unsupported, [wrapped], engine.optimizer)
     return messages
 
@@ -119,6 +120,7 @@ def try_attaching() -> dict[str, str]:
     renamed.chunks[0].module.vision = renamed.chunks[0].module.decoder
     del renamed.chunks[0].module.decoder
     messages["unknown place"] = attach(renamed.chunks, renamed.optimizer)
+    renamed.optimizer.dsx.close()
     two = build_inner(Kind(), 0)
     vars(two.chunks[0].module).update(add_encoder=True, add_decoder=True)
     messages["two parts"] = attach(two.chunks, two.optimizer)
@@ -192,9 +194,11 @@ def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
     assert "does not know where" in messages["unknown"] and "NewOptimizer" in messages["unknown"]
     assert "with DistributedOptimizer in part" in messages["mixed"]
     wrapped = outcomes[0]["settings"]["chunk"]
-    assert "a model chunk of type TorchFullyShardedDataParallel" in wrapped
+    assert "a model chunk of type FullyShardedDataParallel" in wrapped
+    whole = outcomes[0]["settings"]["no_shard"]
+    assert "data_parallel_sharding_strategy='no_shard' of Megatron: with Megatron-FSDP" in whole
     attaching = outcomes[0]["attaching"]
-    assert "place of parameter vision.layers.0" in attaching["unknown place"]
+    assert attaching["unknown place"] == "served"  # on one stage
     assert "parameters, " in attaching["not the model's"]
     assert attaching["two parts"] == "served"  # on one stage; test_megatron_names.py on several
 

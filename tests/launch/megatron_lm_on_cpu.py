@@ -25,7 +25,11 @@ def install() -> None:
     cuda.memory_stats = lambda *args: collections.defaultdict(int)
     cuda.device_memory_used = lambda *args: 0
     import megatron.core.datasets.utils as datasets
+    import megatron.core.distributed
+    import megatron.core.parallel_state as parallel_state
 
+    # fully sharded data parallelism asks for streams of NCCL
+    parallel_state.get_nccl_options = lambda *args: None
     datasets.compile_helpers = lambda: None
     _copy_what_is_written_beside()
     import megatron.core.models.bert.bert_layer_specs as bert
@@ -36,6 +40,9 @@ def install() -> None:
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
     # which pretrain_bert.py imports, whatever layers it is told to build
     bert.bert_layer_with_transformer_engine_spec = None
+    fsdp2 = megatron.core.distributed.TorchFullyShardedDataParallel
+    # core 0.16 to 0.19 crash without it: NVIDIA/Megatron-LM#4669, mended by #4953
+    fsdp2.finish_grad_sync = lambda self, force_all_reduce=False: None
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None

@@ -38,6 +38,7 @@ from dsx.engines.copies import TensorParallelCopies
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
+from dsx.engines.megatron.fully_sharded import drop_gathered_of, is_megatron_fsdp, own
 from dsx.engines.megatron.masters import gather, leaves, locate
 from dsx.engines.megatron.model_notes import NoteTaker
 from dsx.engines.megatron.parameters import (
@@ -72,6 +73,7 @@ class MegatronAdapter(MultiRankAdapter):
         vocab_size: int | None = None,
     ) -> None:
         refuse_unsupported(chunks, optimizer)
+        self._is_fully_sharded = drop_gathered_of(chunks) or any(map(is_megatron_fsdp, chunks))
         self._backwards = backwards  # micro-batches, where Megatron's calculator has no number
         self._chunks = chunks
         self._optimizer = optimizer
@@ -80,7 +82,7 @@ class MegatronAdapter(MultiRankAdapter):
         self.stage = Stage(*self.coordinates.pipeline)
         self.ranks = ClusterCollectives(_stage_group(self.coordinates))
         trained = [p for place in self.places for p in place.parameters()]
-        named = (entry for chunk in chunks for entry in chunk.named_parameters())
+        named = ((name, own(p)) for chunk in chunks for name, p in chunk.named_parameters())
         self._untrained = Untrained(named, trained)
         parameters = name_parameters(chunks, trained, self.coordinates)
         self.note_taker = NoteTaker(chunks, parameters, vocab_size)
@@ -143,7 +145,7 @@ class MegatronAdapter(MultiRankAdapter):
         self._tied_weights.broadcast(everything)
         self._copy()
         if self.is_sharded:
-            gather(self._chunks)
+            gather(self._chunks, at_once=True)
 
     @property
     def inner_optimizers(self) -> list[Any]:
@@ -173,6 +175,12 @@ class MegatronAdapter(MultiRankAdapter):
         captured graphs, which call no hooks.
         """
         require_before(when, "Megatron")
+        if self._is_fully_sharded:
+            raise ValueError(
+                f"dsx.schedule.when={when!r} launches a layer inside the backward, of which fully "
+                "sharded data parallelism tells nothing: use schedule.type='streaming' with "
+                "delay.type='average', or leave out --use-torch-fsdp2 and --use-megatron-fsdp"
+            )
         for chunk in self._chunks:
             require_hooks(when, captured_by(chunk.config))
         count = partial(micro_batches, self._backwards)
@@ -199,7 +207,7 @@ class MegatronAdapter(MultiRankAdapter):
             was_taken, *_ = result
             if self._synchronize_masters(callback(not was_taken)):
                 self._copy()
-                if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
+                if self.is_sharded:
                     gather(self._chunks)
             self.end_inner_step()
             return result
@@ -234,8 +242,8 @@ def _groups_alike() -> list[Any]:
 def _require_fp32(pieces: dict[str, Piece]) -> None:
     """Raise ValueError for masters of another type."""
     for name, piece in pieces.items():
-        if piece.master.dtype != torch.float32:
+        if (held := piece.view().dtype) != torch.float32:
             raise ValueError(
-                f"the master copy of {name} is {piece.master.dtype}, not fp32: use --bf16 or "
-                "--fp16 with Megatron's mixed-precision optimizers, or fp32"
+                f"the master copy of {name} is {held}, not fp32: use --bf16 or --fp16 with "
+                "Megatron's mixed-precision optimizers and --main-params-dtype fp32, or fp32"
             )

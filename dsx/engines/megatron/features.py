@@ -5,23 +5,27 @@ The second line: what arguments tell is refused before anything is built (refusa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 
+from dsx.engines.megatron.fully_sharded import is_megatron_fsdp
 from dsx.engines.megatron.masters import leaves
 from dsx.engines.megatron.refusals import (
     ABOVE_ONE,
     LAYER_WISE,
-    OF_DATA_PARALLEL,
     OF_MODEL,
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
+    UNDER_FSDP,
+    UNDER_MEGATRON_FSDP,
     refuse,
     refused_experts,
+    refused_of_data_parallel,
+    refused_strategy,
 )
 
 _TYPES = {
@@ -51,9 +55,12 @@ def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
     kinds = [type(one).__name__ for one in (optimizer, *held, *inside)]
     found = {name: _TYPES[name] for name in kinds if name in _TYPES}
     for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):
-            kind = f"a model chunk of type {type(chunk).__name__}"
-            found[kind] = "wrap it in megatron.core.distributed.DistributedDataParallel"
+        known = (DistributedDataParallel, TorchFullyShardedDataParallel)
+        if not isinstance(chunk, known) and not is_megatron_fsdp(chunk):
+            found[f"a model chunk of type {type(chunk).__name__}"] = (
+                "wrap it in DistributedDataParallel or TorchFullyShardedDataParallel of "
+                "megatron.core.distributed, or in Megatron-FSDP's FullyShardedDataParallel"
+            )
     return found
 
 
@@ -65,18 +72,22 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
             for name, why in OF_MODEL.items()
             if getattr(chunk.config, name, None)
         }
-        found |= _above_one(chunk.config) | refused_experts(chunk.config)
+        found |= _above_one(chunk.config, ABOVE_ONE) | refused_experts(chunk.config)
+        if not isinstance(chunk, DistributedDataParallel):
+            is_torch = isinstance(chunk, TorchFullyShardedDataParallel)
+            found |= _above_one(chunk.config, UNDER_FSDP if is_torch else UNDER_MEGATRON_FSDP)
     return found
 
 
-def _above_one(config: Any) -> dict[str, str]:
-    given = {name: getattr(config, name, None) or 1 for name in ABOVE_ONE}
-    return {f"{n}={value}": ABOVE_ONE[n] for n, value in given.items() if value > 1}
+def _above_one(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
+    given = {name: getattr(config, name, None) or 1 for name in reasons}
+    return {f"{n}={value}": reasons[n] for n, value in given.items() if value > 1}
 
 
 def _refused_ddp(config: Any) -> dict[str, str]:
-    found = {f"{n}=True": why for n, why in OF_DATA_PARALLEL.items() if getattr(config, n, False)}
-    return found | _above_one(config)
+    found = {f"{n}=True": why for n, why in refused_of_data_parallel(config).items()}
+    found |= {f"{n}={v!r}": why for n, (v, why) in refused_strategy(config).items()}
+    return found | _above_one(config, ABOVE_ONE)
 
 
 def _refused_optimizer(config: Any) -> dict[str, str]:

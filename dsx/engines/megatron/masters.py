@@ -3,14 +3,17 @@
 One class per kind of optimizer, by its exact type; what is not known is refused. Checked on
 megatron-core 0.16.1; the attributes have the same names in 0.12 to 0.20. None of them communicates
 except in `gather`.
+What is fully sharded is in fully_sharded.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -18,7 +21,19 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from dsx.engines.data_parallel import is_dtensor
 from dsx.engines.masters import Piece
+from dsx.engines.masters_apart import ApartPiece
+from dsx.engines.megatron.fully_sharded import (
+    drop_gathered_of,
+    end_gathers,
+    is_megatron_fsdp,
+    own,
+    pieces_in_buffers,
+    pieces_of,
+)
+from dsx.engines.megatron.precision_aware import is_inside, piece_of
+from dsx.engines.megatron.refusals import INSIDE_OF_BOTH, refuse
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
 
@@ -26,10 +41,13 @@ SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 class MasterPlace(ABC):
     """Where one optimizer, `leaf`, keeps its masters."""
 
-    is_sharded = False
-
     def __init__(self, leaf: Any) -> None:
         self._leaf = leaf
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks that read different data hold different masters."""
+        return any(is_dtensor(parameter) for parameter in self.parameters())
 
     @abstractmethod
     def parameters(self) -> list[Any]:
@@ -65,7 +83,10 @@ def locate(optimizer: Any) -> list[MasterPlace]:
                 f"dsx does not know where {type(leaf).__module__}.{type(leaf).__name__} keeps its "
                 f"fp32 masters; it serves {SERVED} and a ChainedOptimizer of them"
             )
-        found.append(places[type(leaf)](leaf))
+        is_in_buffers = getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False)
+        if is_in_buffers and is_inside(leaf):
+            refuse({"Megatron-FSDP with use_precision_aware_optimizer": INSIDE_OF_BOTH})
+        found.append((BufferShards if is_in_buffers else places[type(leaf)])(leaf))
     if len({place.is_sharded for place in found}) > 1:
         raise ValueError(
             "dsx does not serve a ChainedOptimizer with DistributedOptimizer in part; use "
@@ -83,7 +104,7 @@ class Weights(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the parameters themselves."""
-        return [(p, Piece(p, tuple(p.shape))) for p in self.parameters()]
+        return [entry for p in self.parameters() for entry in pieces_of(p, p)]
 
     def copy(self) -> None:
         """Nothing to copy."""
@@ -98,7 +119,7 @@ class Copies(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the fp32 copies."""
-        return [(p, Piece(master, tuple(p.shape))) for p, master in self._pairs()]
+        return [entry for pair in self._pairs() for entry in pieces_of(*pair)]
 
     def copy(self) -> None:
         """Copy as after a step."""
@@ -114,7 +135,10 @@ class Copies(MasterPlace):
 class Shards(MasterPlace):
     """The distributed optimizer: this rank's range of every bucket, cut through parameters."""
 
-    is_sharded = True
+    @property
+    def is_sharded(self) -> bool:
+        """True."""
+        return True
 
     def parameters(self) -> list[Any]:
         """Return the parameters of all buckets, those that lie on other ranks included."""
@@ -125,28 +149,65 @@ class Shards(MasterPlace):
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return what of the parameters lies in this rank's ranges."""
         found: list[tuple[Any, Piece]] = []
+        inner = self._leaf.optimizer
         for parameter, (group, index) in self._leaf.model_param_group_index_map.items():
-            master = self._leaf.optimizer.param_groups[group]["params"][index]
+            master = inner.param_groups[group]["params"][index]
             part = self._leaf._get_model_param_range_map(parameter)["param"]
             is_whole = part.size == parameter.numel()
             shape = tuple(parameter.shape) if is_whole else (part.size,)
-            found.append((parameter, Piece(master, shape, part.start)))
+            make = partial(piece_of, inner) if is_inside(self._leaf) else Piece
+            found.append((parameter, make(master, shape, part.start)))
         return found
 
     def copy(self) -> None:
         """Copy this rank's ranges into the parameter buffers; `gather` takes them further."""
         self._leaf._copy_main_params_to_model_params()
+        if is_inside(self._leaf):  # which copies nothing then: its optimizer does in its step
+            for _, piece in self.pieces():
+                if isinstance(piece, ApartPiece):
+                    piece.master.detach().copy_(piece.flat())
 
 
-def gather(chunks: Sequence[Any]) -> None:
-    """All-gather the parameter buffers, at once.
+class BufferShards(MasterPlace):
+    """Megatron-FSDP: this rank's range of every group of parameters."""
 
-    Collective over the data- and context-parallel ranks, and the experts' own. With
-    overlap_param_gather a gather may be under way, which Megatron then only waits for: it is of
-    before.
+    @property
+    def is_sharded(self) -> bool:
+        """True."""
+        return True
+
+    def parameters(self) -> list[Any]:
+        """Return the model's parameters, those that lie on other ranks included."""
+        return [own(p) for group in self._leaf.optimizer.param_groups for p in group["params"]]
+
+    def pieces(self) -> list[tuple[Any, Piece]]:
+        """Return what of the parameters lies in this rank's ranges."""
+        trained = {id(parameter) for parameter in self.parameters()}
+        chunks = self._leaf.model_chunks
+        return [entry for chunk in chunks for entry in pieces_in_buffers(chunk, trained)]
+
+    def copy(self) -> None:
+        """Copy this rank's ranges to what is gathered from; `gather` takes them further."""
+        for chunk in self._leaf.model_chunks:
+            end_gathers(chunk)
+        self._leaf._copy_main_params_to_model_params()
+
+
+def gather(chunks: Sequence[Any], at_once: bool = False) -> None:
+    """Let every rank's weights be what the masters are: at once, or with the next forward.
+
+    All-gathers the parameter buffers: collective over the data- and context-parallel ranks, and
+    the experts' own. With overlap_param_gather the next forward does it. Then a gather may be
+    under way, which Megatron would only wait for: it is of before. FSDP2 gathers as weights are
+    used, and drops what it holds of before; Megatron-FSDP begins as it does after a step.
     """
     for chunk in chunks:
-        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-        if any(group.param_gather_handle is not None for group in groups):
+        if is_megatron_fsdp(chunk):
+            chunk.start_param_sync()
+        elif not isinstance(chunk, DistributedDataParallel):
+            drop_gathered_of([chunk])
+        elif at_once or not chunk.ddp_config.overlap_param_gather:
+            groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if any(group.param_gather_handle is not None for group in groups):
+                chunk.start_param_sync(force_sync=True)
             chunk.start_param_sync(force_sync=True)
-        chunk.start_param_sync(force_sync=True)

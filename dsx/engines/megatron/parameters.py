@@ -2,7 +2,8 @@
 
 Layers have their global number (`layer.layer_number - 1`), whichever stage and virtual chunk they
 are in, and are in that order, after the embedding and before the final norm and the head; where a
-model has an encoder and a decoder, the encoder's come first, and both are on one stage. A slice
+model has an encoder and a decoder, the encoder's come first, and both are on one stage. A model of
+other parts (`vision_model`) is served on one stage, by its own names and in its own order. A slice
 of a tensor-parallel weight is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; a
 parameter that tensor-parallel ranks hold alike has its plain name, and belongs to the first one.
 
@@ -25,12 +26,14 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.masters import dtype_name
+from dsx.engines.megatron.fully_sharded import own
 from dsx.engines.megatron.router_bias import biases_of
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^((?:encoder|decoder|mtp)\.layers\.)(\d+)\.")
 _EXPERTS = ".experts."  # and not shared_experts, which are dense
 _AT_FIRST = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
+_BEHIND_LAYERS = ("encoder.final", "decoder.final")
 _AT_LAST = ("output_layer.", "lm_head.", "pooler.", "binary_head.")
 _FIRST, _BEHIND_ENCODER, _BEHIND_DECODER, _LAST = 0, 1 << 20, 1 << 29, 1 << 30
 
@@ -109,11 +112,15 @@ def name_parameters(
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
         predicts_more = _predicts_more_tokens(module, is_tied, place)
         is_copied = is_tied or predicts_more
-        for local_name, tensor in (*module.named_parameters(), *biases_of(module)):
-            if id(tensor) in held:
+        every = ((n, own(p)) for n, p in (*module.named_parameters(), *biases_of(module)))
+        entries = [(name, tensor) for name, tensor in every if id(tensor) in held]
+        is_own = place.pipeline[1] == 1 and not all(_is_known(name) for name, _ in entries)
+        for position, (local_name, tensor) in enumerate(entries):
+            order, plain = position, local_name
+            if not is_own:
                 order, plain = _in_model(local_name, numbers, module)
-                is_copy = plain == (EMBEDDING if predicts_more else HEAD) and is_copied
-                found.append((order, _parameter(tensor, plain, is_copy, place)))
+            is_copy = plain == (EMBEDDING if predicts_more else HEAD) and is_copied
+            found.append((order, _parameter(tensor, plain, is_copy, place)))
     if len(found) != len(held):
         raise ValueError(
             f"the optimizer trains {len(held)} parameters, {len(found)} of them in the model "
@@ -206,6 +213,11 @@ def _layer_numbers(module: Any) -> Mapping[str, int]:
     return numbers
 
 
+def _is_known(name: str) -> bool:
+    """Whether a parameter's name says its place in a model."""
+    return bool(_LAYER.match(name)) or name.startswith((*_AT_FIRST, *_BEHIND_LAYERS, *_AT_LAST))
+
+
 def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, str]:
     """Return a parameter's place in the model, and its name there."""
     match = _LAYER.match(name)
@@ -215,7 +227,7 @@ def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, 
         return behind[layers.split(".")[0]] + 1 + number, f"{layers}{number}.{name[match.end() :]}"
     if name.startswith(_AT_FIRST):
         return _FIRST, name
-    if name.startswith(("encoder.final", "decoder.final")):
+    if name.startswith(_BEHIND_LAYERS):
         return _BEHIND_ENCODER if name.startswith("encoder") else _BEHIND_DECODER, name
     if name.startswith(_AT_LAST):
         return _LAST, name
@@ -223,7 +235,8 @@ def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, 
         f"dsx does not know the place of parameter {name} of {type(module).__name__} in a "
         "pipeline: it serves models of embedding, encoder.layers and decoder.layers with their "
         "final norms, and what stands behind them: mtp.layers, output_layer, lm_head, pooler and "
-        "binary_head"
+        "binary_head. On one stage any model is served in its own order: use "
+        "pipeline_model_parallel_size=1, or these names"
     )
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from dsx.config.checkpoints import REMOTE
 from dsx.config.schema import ConfigError, DsxConfig
 
-_FSDP = "use the distributed optimizer"
+OLD_FSDP = "use_custom_fsdp"
 _BUFFER = "leave it out"
 LAYER_WISE = (
     "its masters are parted among ranks by layer; use optimizer 'muon' without "
     "use_distributed_optimizer, or 'adam' with it"
 )
+INSIDE_OF_BOTH = "its masters would be in the optimizer; leave the latter out"
 OF_OPTIMIZER = {
-    "use_precision_aware_optimizer": "its masters are in the fused optimizer; leave it out",
     "overlap_param_gather_with_optimizer_step": (
         "it gathers weights before the outer step; use overlap_param_gather"
     ),
@@ -30,14 +30,24 @@ OF_OPTIMIZER = {
     "use_layer_wise_distributed_optimizer": LAYER_WISE,
 }
 OF_DATA_PARALLEL = {
-    "use_megatron_fsdp": _FSDP,
-    "use_custom_fsdp": _FSDP,
+    OLD_FSDP: "it is of core 0.13 and before; use the distributed optimizer",
     "reuse_grad_buf_for_mxfp8_param_ag": _BUFFER,
     "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
 }
 ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
+UNDER_FSDP = {  # with either kind of fully sharded data parallelism
+    "pipeline_model_parallel_size": "its mesh has no stages; use the distributed optimizer",
+    "expert_model_parallel_size": "experts differ from those of plain training; use the "
+    "distributed optimizer",
+}
+UNDER_MEGATRON_FSDP = {
+    "tensor_model_parallel_size": "slices differ from those of plain training; use the "
+    "distributed optimizer",
+    **UNDER_FSDP,
+}
+SHARDING = ("optim", "optim_grads", "optim_grads_params")
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -46,7 +56,6 @@ OPTIMIZERS = ("adam", "sgd", "muon")
 OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
 OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
-    "use_torch_fsdp2": _FSDP,
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }
@@ -57,13 +66,19 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
-    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
+    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_MODEL}
     found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
+    found |= refused_of_data_parallel(arguments)
     named = {flag_of(name): why for name, why in found.items()}
+    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_strategy(arguments).items()}
     for name, why in ABOVE_ONE.items():
         value = getattr(arguments, name, None) or 1
         if value > 1:
             named[f"{flag_of(name)} {value}"] = why
+    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
+    both = ("use_megatron_fsdp", "use_precision_aware_optimizer")
+    if all(getattr(arguments, name, False) for name in both):
+        named[" with ".join(flag_of(name) for name in both)] = INSIDE_OF_BOTH
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
         named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
@@ -74,6 +89,38 @@ def refuse_arguments(arguments: Any) -> None:
         named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
     named |= {flag_of(name): why for name, why in refused_experts(arguments, "num_experts").items()}
     refuse(named)
+
+
+def refused_of_data_parallel(settings: Any) -> dict[str, str]:
+    """Return what of OF_DATA_PARALLEL is set; later releases set the old FSDP with the new one."""
+    is_new = getattr(settings, "use_megatron_fsdp", False)
+    return {
+        name: why
+        for name, why in OF_DATA_PARALLEL.items()
+        if getattr(settings, name, False) and not (is_new and name == OLD_FSDP)
+    }
+
+
+def refused_strategy(settings: Any) -> dict[str, tuple[str, str]]:
+    """Return how Megatron-FSDP shards, where it does not: setting, value and what to do."""
+    name = "data_parallel_sharding_strategy"
+    value = getattr(settings, name, None)
+    if not getattr(settings, "use_megatron_fsdp", False) or value != "no_shard":
+        return {}
+    advice = f"with Megatron-FSDP use {', '.join(SHARDING)}, or leave use_megatron_fsdp out"
+    return {name: (value, advice)}
+
+
+def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
+    """Return what is above 1 where data parallelism is fully sharded: its value and what to do."""
+    kinds = {"use_torch_fsdp2": UNDER_FSDP, "use_megatron_fsdp": UNDER_MEGATRON_FSDP}
+    reasons = next((kinds[kind] for kind in kinds if getattr(arguments, kind, False)), {})
+    given = {name: getattr(arguments, name, None) or 1 for name in reasons}
+    return {
+        name: (value, f"with fully sharded data parallelism use 1: {reasons[name]}")
+        for name, value in given.items()
+        if value > 1
+    }
 
 
 def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:

@@ -15,6 +15,7 @@ from dsx.engines.megatron.refusals import (
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
+    SHARDING,
     flag_of,
 )
 
@@ -30,8 +31,11 @@ SERVED = {
     "moe_router_enable_expert_bias": "the bias takes part in outer steps as a vector of its layer",
     "mtp_num_layers": "over several stages with untied heads; the embedding's copy follows it",
     "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
+    "use_precision_aware_optimizer": "fp32 masters or bf16's remainders; run with a stand-in only",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
+    "use_torch_fsdp2": "rows of every parameter; not with stages, expert parallelism or dreamddp",
+    "use_megatron_fsdp": "ranges of its buffers; data parallelism alone, not with dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
     "async_save": "the outer state is whole before Megatron begins to write its part",
@@ -45,5 +49,6 @@ def table() -> list[tuple[str, str, str]]:
     rows = [(flag_of(name), "served", note) for name, note in SERVED.items()]
     rows.append(("--optimizer", ", ".join(OPTIMIZERS), f"another is refused: {OTHER_OPTIMIZER}"))
     rows += [(flag_of(name), "1", f"more is refused: {why}") for name, why in ABOVE_ONE.items()]
+    rows.append(("--data-parallel-sharding-strategy", ", ".join(SHARDING), "of Megatron-FSDP"))
     refused = {**OF_MODEL, **OF_DATA_PARALLEL, **OF_OPTIMIZER, **OF_LOOP}
     return rows + [(flag_of(name), "refused", why) for name, why in refused.items()]

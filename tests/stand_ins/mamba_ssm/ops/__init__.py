@@ -1,0 +1,1 @@
+"""Names as in the package."""
