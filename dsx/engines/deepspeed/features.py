@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.engines.deepspeed.private import document_of, is_decoupled, require_names
 from dsx.engines.deepspeed.refusals import (
     BY_MPU,
     refuse,
@@ -21,14 +22,13 @@ from dsx.engines.deepspeed.refusals import (
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Raise ValueError, naming the setting, what is served, and what to do."""
-    document = engine._config._param_dict
+    """Raise ValueError, naming the setting, what is served, and what to do.
+
+    RuntimeError for a DeepSpeed that lacks a name which the adapter uses.
+    """
+    require_names()
+    document = document_of(engine)
     refuse({**_refused_parallelism(engine), **refused_settings(document), **_refused(engine)})
-    if not hasattr(engine, "_take_model_step"):
-        raise RuntimeError(
-            f"this DeepSpeed has no {type(engine).__name__}._take_model_step, the step boundary "
-            "that dsx counts; use a version that pyproject.toml names"
-        )
 
 
 def _refused_parallelism(engine: Any) -> dict[str, str]:
@@ -65,14 +65,14 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
         ),
     }
     found = {name: advice for name, (is_used, advice) in features.items() if is_used}
-    return found | refused_sequence(engine._config._param_dict, sequence > 1)
+    return found | refused_sequence(document_of(engine), sequence > 1)
 
 
 def _refused(engine: Any) -> dict[str, str]:
     import deepspeed
 
     found: dict[str, str] = {}
-    if engine.checkpoint_engine.is_decoupled():
+    if is_decoupled(engine):
         found["checkpoint.writer with decoupled=true"] = (
             "use a writer that is done when save_checkpoint returns"
         )
