@@ -39,7 +39,8 @@ class Part:
     quick: tuple[str, ...]
 
 
-_MARKED = {"megatron": "slow"}  # what of the tests is run; else what is fast
+_RELEASES = f"{_ENGINES}/test_deepspeed_releases.py"
+_MARKED = {"megatron": "slow", "deepspeed": "not slow and not gpu"}  # of the tests; else:
 _FAST = "not ci and not slow and not gpu"
 _TRAINS = f"{_SCRIPT}::test_an_unmodified_script_trains_and_resumes"
 _REFUSED = f"{_SCRIPT}::test_what_is_refused_is_named"
@@ -57,18 +58,22 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     },
     "deepspeed": {
         "trained": Part(
-            tuple(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
-                "", "_compression", "_pipeline", "_traffic", "_data", "_memory")),
-            (f"{_ENGINES}/test_deepspeed.py",),
+            (f"{_RELEASES}::test_a_release_trains_as_the_reference",
+             *(f"{_ENGINES}/test_deepspeed_{name}.py" for name in (
+                 "pipeline", "compression", "traffic", "data", "memory"))),
+            (f"{_RELEASES}::test_a_release_trains_as_the_reference",),
         ),
         "resumed": Part(
-            tuple(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
-                "_checkpoint", "_resume", "_dealt_data", "_optimizers", "_stop")),
-            (f"{_ENGINES}/test_deepspeed_checkpoint.py",),
+            (f"{_RELEASES}::test_a_release_goes_on_bit_for_bit",
+             *(f"{_ENGINES}/test_deepspeed_{name}.py" for name in (
+                 "checkpoint", "resume", "dealt_data", "optimizers", "stop"))),
+            (f"{_RELEASES}::test_a_release_goes_on_bit_for_bit",),
         ),
         "refusals": Part(
-            (f"{_ENGINES}/test_deepspeed_refusals.py",),
-            (f"{_ENGINES}/test_deepspeed_refusals.py",),
+            (f"{_RELEASES}::test_a_release_is_refused_by_name",
+             f"{_ENGINES}/test_deepspeed_refusals.py"),
+            (f"{_RELEASES}::test_a_release_is_refused_by_name",
+             f"{_ENGINES}/test_deepspeed_refusals.py"),
         ),
     },
     "torch": {

@@ -24,6 +24,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from dsx.bench import megatron_on_cpu
@@ -35,6 +36,8 @@ def install() -> None:
     """Let an unmodified pretraining script run on the CPU."""
     if not hasattr(typing, "override"):
         typing.override = lambda method: method  # type: ignore[attr-defined]  # Python < 3.12
+    if not hasattr(numpy, "product"):
+        numpy.product = numpy.prod  # core 0.13 to 0.15 were written for numpy 1
     megatron_on_cpu.install()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -142,6 +145,10 @@ def _be_rank(environment: dict[str, str], arguments: list[str], log: str) -> typ
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
         os.dup2(source, target)
+    method = torch.multiprocessing.get_context
+    torch.multiprocessing.get_context = (  # of writers, which would import all of it once more
+        lambda name=None: method("fork" if name == "spawn" else name)
+    )
     status = 1
     try:
         _main(arguments)

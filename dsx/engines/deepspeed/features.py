@@ -83,6 +83,13 @@ def _refused(engine: Any) -> dict[str, str]:
             "before 0.19.8 it waits for the last of several gathers only, and trains with weights "
             "that have not come yet; install deepspeed>=0.19.8, or use stage 2"
         )
+    is_flat = hasattr(engine.optimizer, "single_partition_of_fp32_groups")
+    if is_flat and steps_with_autograd(deepspeed.__version__, dist.get_backend()):
+        stage = engine.zero_optimization_stage()
+        found[f"ZeRO-{stage} on CPUs (gloo) with release {deepspeed.__version__}"] = (
+            "from 0.18.7 to 0.18.9 autograd refuses its step, as it follows the flat weights that "
+            "are written there; install deepspeed>=0.19, or 0.18.6"
+        )
     return found
 
 
@@ -91,8 +98,19 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
 
     A device's stream ends them in their order; gloo's end in any.
     """
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
-    return backend == "gloo" and ranks > 1 and numbers < [0, 19, 8]
+    return backend == "gloo" and ranks > 1 and _numbers(version) < [0, 19, 8]
+
+
+def steps_with_autograd(version: str, backend: str) -> bool:
+    """Whether ZeRO-1 and 2 of a release keep flat weights that autograd follows.
+
+    On a device collectives write past it; gloo's write through torch, which refuses.
+    """
+    return backend == "gloo" and [0, 18, 7] <= _numbers(version) < [0, 19]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
