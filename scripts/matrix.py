@@ -28,6 +28,7 @@ HEAD = ("release", "of", "torch", *COLUMNS, "why not")
 _ENGINES, _SCRIPT = "tests/engines", "tests/launch/test_megatron_lm.py"
 _TREES_IMPORT = {"six": "six", "regex": "regex", "yaml": "pyyaml", "triton": "triton"}
 _MOST = 160  # characters of a reason
+_LOST = re.compile(r"gloo|Connection|PeerLost|PeerGone", re.IGNORECASE)  # what others say of it
 _SECONDS = 7200  # of the tests of one release
 
 
@@ -73,7 +74,10 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
             (f"{_RELEASES}::test_a_release_is_refused_by_name",
              f"{_ENGINES}/test_deepspeed_refusals.py"),
             (f"{_RELEASES}::test_a_release_is_refused_by_name",
-             f"{_ENGINES}/test_deepspeed_refusals.py"),
+             f"{_ENGINES}/test_deepspeed_refusals.py::"
+             "test_a_setting_is_refused_before_anything_is_built",
+             f"{_ENGINES}/test_deepspeed_refusals.py::"
+             "test_an_mpu_of_other_kinds_is_refused_and_training_data_that_it_cannot_deal"),
         ),
     },
     "torch": {
@@ -135,6 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--torch", default="", metavar="VERSION,VERSION", help="CPU builds to install")
     add("--environments", type=Path, metavar="DIR", help="keep what is installed there")
     add("--quick", action="store_true", help="a choice of the tests")
+    add("--cuda-builds", action="store_true", help="of torch, too, which take some 6 GB each")
     asked = parser.parse_args()
     if not (asked.trees or asked.deepspeed or asked.torch):
         parser.error("give --trees DIR, --deepspeed VERSIONS or --torch VERSIONS")
@@ -148,7 +153,7 @@ def _rows(asked: argparse.Namespace, folder: Path) -> Iterator[Row]:
         yield of_tree(tree, folder, asked.quick)
     for name in ("deepspeed", "torch"):
         for version in filter(None, getattr(asked, name).split(",")):
-            yield of_package(name, version.strip(), folder, asked.quick)
+            yield of_package(name, version.strip(), folder, asked.quick, asked.cuda_builds)
 
 
 def trees_in(folder: Path) -> list[Path]:
@@ -162,7 +167,7 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
 
     That is into an environment of its own, one for all trees.
     """
-    row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree))
+    row = Row(f"Megatron-LM {tree.absolute().name}: {release_of(tree)}", day_of(tree))
     missing = [package for module, package in _TREES_IMPORT.items() if find_spec(module) is None]
     try:
         made = make_environment(folder / "megatron-lm", missing) if missing else sys.executable
@@ -182,13 +187,18 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
     return row
 
 
-def of_package(name: str, version: str, folder: Path, is_quick: bool) -> Row:
-    """Return the row of a release of a package, installed into an environment of its own."""
+def of_package(name: str, version: str, folder: Path, is_quick: bool, takes_cuda: bool) -> Row:
+    """Return the row of a release of a package, installed into an environment of its own.
+
+    A build of torch's for CUDA, which runs on a CPU, too, is installed if `takes_cuda`.
+    """
     row = Row(f"{name} {version}")
     wanted = f"{name}=={version}"
     try:
-        if name == "torch" and any(one.startswith("nvidia-") for one in dependencies(wanted)):
-            raise NotInstalled(f"of {wanted} the index of packages has a CUDA build only")
+        if name == "torch" and not takes_cuda and _is_for_cuda(dependencies(wanted)):
+            raise NotInstalled(
+                f"of {wanted} the index of packages has a CUDA build only: --cuda-builds takes it"
+            )
         python = str(make_environment(folder / f"{name}-{version}", [wanted]))
     except NotInstalled as failure:
         row.why.append(_short(str(failure)))
@@ -202,6 +212,10 @@ def of_package(name: str, version: str, folder: Path, is_quick: bool) -> Row:
     row.cells["check"] = f"imports as {checked.stdout.splitlines()[-1]}"
     _fill(row, name, python, is_quick, [])
     return row
+
+
+def _is_for_cuda(wanted: Sequence[str]) -> bool:
+    return any(one.startswith(("nvidia-", "cuda-")) for one in wanted)
 
 
 def _fill(row: Row, kind: str, python: str, is_quick: bool, given: Sequence[str]) -> None:
@@ -255,12 +269,13 @@ def _of(case: ElementTree.Element, *names: str) -> ElementTree.Element | None:
 
 
 def _reason(case: ElementTree.Element) -> str:
-    """Return a failed test's name, and the last error that is told of it."""
+    """Return a failed test's name, and the last error told of it that is not of a lost peer."""
     failure = _of(case, "failure", "error")
     assert failure is not None
     text = f"{failure.get('message', '')}\n{failure.text or ''}"
     errors = re.findall(r"^(?:E +|\[rank\d+\]: +)?((?:[\w.]+Error|Exception)\b: .+)$", text, re.M)
-    return _short(f"{case.get('name')}: {(errors or [failure.get('message', '')])[-1]}")
+    own = [error for error in errors if not _LOST.search(error)]
+    return _short(f"{case.get('name')}: {(own or errors or [failure.get('message', '')])[-1]}")
 
 
 def release_of(tree: Path) -> str:

@@ -17,7 +17,9 @@ INFO = "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"
 TESTS = """
 import pytest
 def test_right(): pass
-def test_wrong(): raise ValueError("what it says | here")
+def test_wrong():
+    try: raise ValueError("what it says | here")
+    except ValueError as error: raise RuntimeError("[gloo] Connection reset by peer") from error
 @pytest.mark.skip
 def test_left(): pass
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_what_a_release_lacks_is_named_and_since_when(version: str, since: str, 
 def test_an_owner_that_is_gone_counts_as_a_name_that_is(owner: str) -> None:
     with pytest.raises(RuntimeError, match="has no .*decode, by which"):
         RELEASES.require([InnerName(owner, "decode", "texts are read")], "1.9.9")
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_what_is_told_to_install_is_what_the_extra_has(engine: str) -> None:
+    text = (ROOT / "dsx/engines" / engine / "private.py").read_text()
+    (advice,) = re.findall(r'"install (\S+)"', text)
+    assert f'{engine} = ["{advice}"]' in (ROOT / "pyproject.toml").read_text()
 
 
 def require_of_deepspeed() -> None:

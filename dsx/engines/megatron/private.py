@@ -28,7 +28,7 @@ NAMES = (
         "megatron.core.num_microbatches_calculator", "get_num_microbatches", "batches are counted"
     ),
 )
-RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-core>=0.13,<0.17")
+RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-core>=0.13,<0.20")
 
 
 @cache
