@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from tests.data.test_windows import write_indexed
 from tests.distributed import free_port
-from tests.launch.megatron_lm_forks import ForkedRanks
+from tests.launch.megatron_lm_ranks import ForkedRanks, launched
 
 BIN = Path(sys.executable).parent
 DRIVER = Path(__file__).with_name("megatron_lm_on_cpu.py")
@@ -111,30 +111,10 @@ def pretrain(
     if tree in FORKED:
         codes = FORKED[tree].run(started, ranks, DEADLINE)
     else:
-        codes = launched(tree, started, ranks)
+        codes = launched(DRIVER, started, ranks, environment(tree), DEADLINE)
     texts = [log.read_text() for log in logs]
     assert any(codes) == must_fail, "\n".join(text[-3000:] for text in texts)
     return texts
-
-
-def launched(tree: Path, started: Sequence[tuple[list[str], Path]], ranks: int) -> list[int]:
-    """Run a torchrun per cluster; return how each has ended."""
-    running: list[subprocess.Popen[bytes]] = []
-    for arguments, log in started:
-        launcher = [BIN / "torchrun", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-port", str(free_port()), DRIVER]
-        with log.open("wb") as file:
-            running.append(
-                subprocess.Popen(
-                    [*launcher, *arguments], stdout=file, stderr=subprocess.STDOUT,
-                    env=environment(tree),
-                )
-            )  # fmt: skip
-    try:
-        return [process.wait(timeout=DEADLINE) for process in running]
-    finally:
-        for process in running:
-            process.kill()
 
 
 FINDS_MUON = """

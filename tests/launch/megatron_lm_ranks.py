@@ -1,7 +1,7 @@
-"""Ranks of a Megatron-LM tree forked from one process that has imported it: `--forked-ranks`.
+"""The ranks of a Megatron-LM tree: of a torchrun per cluster, or forked with `--forked-ranks`.
 
-An import of Megatron takes longer than a test's training; here it comes once for all of a tree's
-tests. What torchrun adds is left out: its store, and its restarts.
+An import of Megatron takes longer than a test's training. Forked, it comes once for all of a tree's
+tests; what torchrun adds is left out then: its store, and its restarts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,31 @@ from tests.launch.megatron_lm_on_cpu import RANK
 _GRACE = 20.0  # seconds that the other ranks of a cluster have behind one that has failed
 
 
+Started = Sequence[tuple[Sequence[str], Path]]  # the arguments and the log of each cluster
+
+
+def launched(
+    driver: Path, started: Started, ranks: int, environment: Mapping[str, str], seconds: float
+) -> list[int]:
+    """Run a torchrun per cluster; return how each has ended."""
+    running: list[subprocess.Popen[bytes]] = []
+    for arguments, log in started:
+        launcher = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", str(ranks)]
+        launcher += ["--master-port", str(free_port()), driver]
+        with log.open("wb") as file:
+            running.append(
+                subprocess.Popen(
+                    [*launcher, *arguments], stdout=file, stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                )
+            )  # fmt: skip
+    try:
+        return [process.wait(timeout=seconds) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
 class ForkedRanks:
     """A server of `megatron_lm_on_cpu.py`, for the tests of one tree."""
 
@@ -36,9 +61,7 @@ class ForkedRanks:
         self._numbers = count()
         Thread(target=self._listen, daemon=True).start()
 
-    def run(
-        self, clusters: Sequence[tuple[Sequence[str], Path]], ranks: int, seconds: float
-    ) -> list[int]:
+    def run(self, clusters: Started, ranks: int, seconds: float) -> list[int]:
         """Run each cluster's ranks, by its arguments and log; return a status of each.
 
         0 where all its ranks have ended well. TimeoutError where one has not ended in time.
