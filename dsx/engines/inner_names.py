@@ -50,21 +50,17 @@ class KnownReleases:
         """Raise RuntimeError for the first name that an installed version lacks."""
         for one in names:
             if not one.is_there():
-                raise RuntimeError(self._missing(one, version))
+                where = one.owner.rpartition(".")[2].replace(":", ".")
+                raise RuntimeError(
+                    f"{self.package} {version} has no {where}.{one.name}, by which {one.so_that}: "
+                    f"{self._when(one, version)}; {self.advice}"
+                )
 
-    def _missing(self, one: InnerName, version: str) -> str:
+    def _when(self, one: InnerName, version: str) -> str:
         since = one.since or self.first
-        is_older = _numbers(version) < _numbers(since)
-        when = (
-            f"it is there since {since}"
-            if is_older
-            else f"it was there from {since} to {self.last}, and is gone since"
-        )
-        where = one.owner.rpartition(".")[2].replace(":", ".")
-        return (
-            f"{self.package} {version} has no {where}.{one.name}, by which {one.so_that}: "
-            f"{when}; {self.advice}"
-        )
+        if _numbers(version) < _numbers(since):
+            return f"it is there since {since}"
+        return f"it was there from {since} to {self.last}, and is gone since"
 
 
 def _numbers(version: str) -> list[int]:
