@@ -132,8 +132,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 def _vocab_size(arguments: Any) -> int | None:
     """Return the tokenizer's vocabulary, which Megatron has padded; None where there is none."""
-    tokenizer = getattr(probe.module("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
-    size = getattr(tokenizer, "vocab_size", None)
+    size = getattr(probe.tokenizer(), "vocab_size", None)
     padded = getattr(arguments, "padded_vocab_size", None)
     return size if isinstance(size, int) and padded and 0 < size <= padded else None
 

@@ -31,10 +31,7 @@ def patch(run: Run) -> None:
     of_train = inspect.signature(train)
     decide = probe.function(training, "checkpoint_and_decide_exit", ["iteration"])
     signals = probe.function(training, "get_signal_handler")
-    if not hasattr(training, "_TRAIN_START_TIME"):
-        raise probe.UnknownMegatron(
-            f"{training.__name__} has no _TRAIN_START_TIME; checked: {probe.CHECKED}"
-        )
+    probe.start_of_training(training)
     watch = _Watch(run, training)
 
     @functools.wraps(train)
@@ -98,7 +95,7 @@ class _Watch:
             arguments.exit_interval = iteration
             return
         minutes = arguments.exit_duration_in_mins
-        if minutes and time.time() - self._training._TRAIN_START_TIME > 60 * minutes:
+        if minutes and time.time() - probe.start_of_training(self._training) > 60 * minutes:
             handle.request_stop(f"--exit-duration-in-mins {minutes}")
         if handle.should_stop():
             arguments.exit_interval = iteration

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_patches.probe import CHECKED
+from megatron_patches.probe import CHECKED, since
 
 _LOOP = ("megatron.training.training",)
 SAMPLER_MODULES = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
@@ -106,7 +106,7 @@ def _look(tree: Path, wanted: Wrapped) -> Found:
         return Found(wanted, "", f"no module {' or '.join(wanted.modules)}")
     where, node = _find(tree, there[0], wanted.name, set())
     if node is None:
-        return Found(wanted, "", f"{there[0]} has no {wanted.name}")
+        return Found(wanted, "", f"{there[0]} has no {wanted.name}, {since(wanted.name)}")
     missing = [name for name in wanted.parameters if name not in _parameters(node)]
     wrong = f"{where} takes ({', '.join(_parameters(node))}) and not {', '.join(missing)}"
     return Found(wanted, where, wrong if missing else "")

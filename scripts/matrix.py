@@ -28,53 +28,70 @@ HEAD = ("release", "of", "torch", *COLUMNS, "why not")
 _ENGINES, _SCRIPT = "tests/engines", "tests/launch/test_megatron_lm.py"
 _TREES_IMPORT = {"six": "six", "regex": "regex", "yaml": "pyyaml", "triton": "triton"}
 _MOST = 160  # characters of a reason
-_SECONDS = 3600  # of one part
+_LOST = re.compile(r"gloo|Connection|PeerLost|PeerGone", re.IGNORECASE)  # what others say of it
+_SECONDS = 7200  # of the tests of one release
 
 
 @dataclass(frozen=True)
 class Part:
-    """What of the tests is run for a column; `quick` is a choice of them, None for nothing."""
+    """The tests of a column, by file, folder or name; `quick` is a choice of them."""
 
-    arguments: tuple[str, ...]
-    quick: tuple[str, ...] | None
+    tests: tuple[str, ...]
+    quick: tuple[str, ...]
 
 
-_IS_FAST = ("-m", "not ci and not slow and not gpu")
-_REFUSED = "what_is_refused or other_arguments or missing_outer_state"
-_RESUMED = "trains_and_resumes and (pipeline or experts)"
-_LM = ("-m", "slow", _SCRIPT, "-k")
+_RELEASES = f"{_ENGINES}/test_deepspeed_releases.py"
+_MARKED = {"megatron": "slow", "deepspeed": "not slow and not gpu"}  # of the tests; else:
+_FAST = "not ci and not slow and not gpu"
+_TRAINS = f"{_SCRIPT}::test_an_unmodified_script_trains_and_resumes"
+_REFUSED = f"{_SCRIPT}::test_what_is_refused_is_named"
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "megatron": {
-        "trained": Part((*_LM, "trains_and_resumes and sharded"), None),
-        "resumed": Part((*_LM, _RESUMED), (*_LM, "trains_and_resumes and pipeline")),
-        "refusals": Part((*_LM, _REFUSED), (*_LM, "what_is_refused and mtp")),
+        "trained": Part((f"{_TRAINS}[sharded]",), (f"{_TRAINS}[sharded]",)),
+        "resumed": Part(
+            (f"{_TRAINS}[pipeline]", f"{_TRAINS}[experts]"), (f"{_TRAINS}[pipeline]",)
+        ),
+        "refusals": Part(
+            (_REFUSED, f"{_SCRIPT}::test_clusters_of_other_arguments_are_refused",
+             f"{_SCRIPT}::test_a_missing_outer_state_is_an_error"),
+            (f"{_REFUSED}[skip-train]", f"{_REFUSED}[same-save]"),
+        ),
     },
     "deepspeed": {
         "trained": Part(
-            (*_IS_FAST, *(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
-                "", "_compression", "_pipeline", "_traffic", "_data", "_memory"))),
-            (*_IS_FAST, f"{_ENGINES}/test_deepspeed.py"),
+            (f"{_RELEASES}::test_a_release_trains_as_the_reference",
+             *(f"{_ENGINES}/test_deepspeed_{name}.py" for name in (
+                 "pipeline", "compression", "traffic", "data", "memory"))),
+            (f"{_RELEASES}::test_a_release_trains_as_the_reference",),
         ),
         "resumed": Part(
-            (*_IS_FAST, *(f"{_ENGINES}/test_deepspeed{name}.py" for name in (
-                "_checkpoint", "_resume", "_dealt_data", "_optimizers", "_stop"))),
-            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_checkpoint.py"),
+            (f"{_RELEASES}::test_a_release_goes_on_bit_for_bit",
+             *(f"{_ENGINES}/test_deepspeed_{name}.py" for name in (
+                 "checkpoint", "resume", "dealt_data", "optimizers", "stop"))),
+            (f"{_RELEASES}::test_a_release_goes_on_bit_for_bit",),
         ),
         "refusals": Part(
-            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_refusals.py"),
-            (*_IS_FAST, f"{_ENGINES}/test_deepspeed_refusals.py"),
+            (f"{_RELEASES}::test_a_release_is_refused_by_name",
+             f"{_ENGINES}/test_deepspeed_refusals.py"),
+            (f"{_RELEASES}::test_a_release_is_refused_by_name",
+             f"{_ENGINES}/test_deepspeed_refusals.py::"
+             "test_a_setting_is_refused_before_anything_is_built",
+             f"{_ENGINES}/test_deepspeed_refusals.py::"
+             "test_an_mpu_of_other_kinds_is_refused_and_training_data_that_it_cannot_deal"),
         ),
     },
     "torch": {
         "trained": Part(
-            (*_IS_FAST, "tests/method", "tests/compress", f"{_ENGINES}/test_torch.py"),
-            (*_IS_FAST, f"{_ENGINES}/test_torch.py"),
+            ("tests/method", "tests/compress", f"{_ENGINES}/test_torch.py"),
+            (f"{_ENGINES}/test_torch.py",),
         ),
         "resumed": Part(
-            (*_IS_FAST, f"{_ENGINES}/test_torch_ranks.py", "tests/checkpoint"),
-            (*_IS_FAST, f"{_ENGINES}/test_torch_ranks.py"),
+            (f"{_ENGINES}/test_torch_ranks.py", "tests/checkpoint"),
+            (f"{_ENGINES}/test_torch_ranks.py",),
         ),
-        "refusals": Part((*_IS_FAST, f"{_ENGINES}/test_settings.py"), None),
+        "refusals": Part(
+            (f"{_ENGINES}/test_settings.py",), (f"{_ENGINES}/test_settings.py",)
+        ),
     },
 }  # fmt: skip
 
@@ -122,6 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--torch", default="", metavar="VERSION,VERSION", help="CPU builds to install")
     add("--environments", type=Path, metavar="DIR", help="keep what is installed there")
     add("--quick", action="store_true", help="a choice of the tests")
+    add("--cuda-builds", action="store_true", help="of torch, too, which take some 6 GB each")
     asked = parser.parse_args()
     if not (asked.trees or asked.deepspeed or asked.torch):
         parser.error("give --trees DIR, --deepspeed VERSIONS or --torch VERSIONS")
@@ -135,7 +153,7 @@ def _rows(asked: argparse.Namespace, folder: Path) -> Iterator[Row]:
         yield of_tree(tree, folder, asked.quick)
     for name in ("deepspeed", "torch"):
         for version in filter(None, getattr(asked, name).split(",")):
-            yield of_package(name, version.strip(), folder, asked.quick)
+            yield of_package(name, version.strip(), folder, asked.quick, asked.cuda_builds)
 
 
 def trees_in(folder: Path) -> list[Path]:
@@ -149,7 +167,7 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
 
     That is into an environment of its own, one for all trees.
     """
-    row = Row(f"Megatron-LM {release_of(tree)}", day_of(tree))
+    row = Row(f"Megatron-LM {tree.absolute().name}: {release_of(tree)}", day_of(tree))
     missing = [package for module, package in _TREES_IMPORT.items() if find_spec(module) is None]
     try:
         made = make_environment(folder / "megatron-lm", missing) if missing else sys.executable
@@ -164,18 +182,23 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
     if checked.returncode:
         wrong = [line for line in checked.stdout.splitlines() if not line.startswith("ok ")]
         row.why.append(_short(wrong[0] if wrong else last))
-    given = ["--megatron-lm", str(tree.absolute())]
-    _fill(row, PARTS["megatron"], python, is_quick, given)
+    given = ["--forked-ranks", "--megatron-lm", str(tree.absolute())]
+    _fill(row, "megatron", python, is_quick, given)
     return row
 
 
-def of_package(name: str, version: str, folder: Path, is_quick: bool) -> Row:
-    """Return the row of a release of a package, installed into an environment of its own."""
+def of_package(name: str, version: str, folder: Path, is_quick: bool, takes_cuda: bool) -> Row:
+    """Return the row of a release of a package, installed into an environment of its own.
+
+    A build of torch's for CUDA, which runs on a CPU, too, is installed if `takes_cuda`.
+    """
     row = Row(f"{name} {version}")
     wanted = f"{name}=={version}"
     try:
-        if name == "torch" and any(one.startswith("nvidia-") for one in dependencies(wanted)):
-            raise NotInstalled(f"of {wanted} the index of packages has a CUDA build only")
+        if name == "torch" and not takes_cuda and _is_for_cuda(dependencies(wanted)):
+            raise NotInstalled(
+                f"of {wanted} the index of packages has a CUDA build only: --cuda-builds takes it"
+            )
         python = str(make_environment(folder / f"{name}-{version}", [wanted]))
     except NotInstalled as failure:
         row.why.append(_short(str(failure)))
@@ -187,41 +210,58 @@ def of_package(name: str, version: str, folder: Path, is_quick: bool) -> Row:
         row.why.append(_short(checked.stderr.strip().splitlines()[-1]))
         return row
     row.cells["check"] = f"imports as {checked.stdout.splitlines()[-1]}"
-    _fill(row, PARTS[name], python, is_quick, [])
+    _fill(row, name, python, is_quick, [])
     return row
 
 
-def _fill(
-    row: Row, parts: Mapping[str, Part], python: str, is_quick: bool, given: Sequence[str]
-) -> None:
-    """Run the parts, and write into the row what they have come to."""
-    for column, part in parts.items():
-        chosen = part.quick if is_quick else part.arguments
-        if chosen is None:
-            continue
-        row.cells[column], reasons = _tested(python, [*chosen, *given])
+def _is_for_cuda(wanted: Sequence[str]) -> bool:
+    return any(one.startswith(("nvidia-", "cuda-")) for one in wanted)
+
+
+def _fill(row: Row, kind: str, python: str, is_quick: bool, given: Sequence[str]) -> None:
+    """Run the tests of all columns at once, and write into the row what they have come to."""
+    chosen = {c: part.quick if is_quick else part.tests for c, part in PARTS[kind].items()}
+    every = [test for tests in chosen.values() for test in tests]
+    cases, trouble = _tested(python, ["-m", _MARKED.get(kind, _FAST), *every, *given])
+    for column, tests in chosen.items():
+        own = [case for case in cases if any(_is_among(case, test) for test in tests)]
+        row.cells[column], reasons = _counted(own)
         row.why += reasons
+    row.why += [_short(trouble)] if trouble else []
 
 
-def _tested(python: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Run tests; return how many of them passed, in words, and why others did not."""
+def _tested(
+    python: str, arguments: Sequence[str], seconds: float = _SECONDS
+) -> tuple[list[ElementTree.Element], str]:
+    """Run tests; return what is told of each, and why no one has run, where that is so."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
         try:
-            done = _run([*command, f"--junitxml={report}", *arguments], _SECONDS)
+            done = _run([*command, f"--junitxml={report}", *arguments], seconds)
         except subprocess.TimeoutExpired:
-            return "no", [f"the tests have not ended within {_SECONDS} s"]
+            return [], f"the tests have not ended within {seconds} s"
         if not report.exists():
-            return "no", [_short(done.stderr or done.stdout)]
+            return [], done.stderr or done.stdout
         cases = [*ElementTree.parse(report).iter("testcase")]
+    ran = [case for case in cases if _of(case, "skipped") is None]
+    return cases, "" if ran else f"no test has run: {done.stdout}"
+
+
+def _is_among(case: ElementTree.Element, test: str) -> bool:
+    """Whether it is of a file or a folder, or the test of that name, with any parameters."""
+    file = case.get("classname", "").replace(".", "/") + ".py"
+    names = f"{file}::{case.get('name')}", f"{file}::{case.get('name', '').partition('[')[0]}"
+    return test in (file, *names) or file.startswith(f"{test}/")
+
+
+def _counted(cases: Sequence[ElementTree.Element]) -> tuple[str, list[str]]:
+    """Return how many tests passed, in words, and why others did not."""
     failed = [case for case in cases if _of(case, "failure", "error") is not None]
     skipped = [case for case in cases if _of(case, "skipped") is not None]
     ran = len(cases) - len(skipped)
-    words = f"{ran - len(failed)} of {ran}"
-    words += f", {len(skipped)} skipped" if skipped else ""
-    reasons = [_reason(case) for case in failed]
-    return words, reasons if ran else [*reasons, _short(f"no test has run: {done.stdout}")]
+    words = f"{ran - len(failed)} of {ran}" + (f", {len(skipped)} skipped" if skipped else "")
+    return words, [_reason(case) for case in failed]
 
 
 def _of(case: ElementTree.Element, *names: str) -> ElementTree.Element | None:
@@ -229,12 +269,13 @@ def _of(case: ElementTree.Element, *names: str) -> ElementTree.Element | None:
 
 
 def _reason(case: ElementTree.Element) -> str:
-    """Return a failed test's name, and the last error that is told of it."""
+    """Return a failed test's name, and the last error told of it that is not of a lost peer."""
     failure = _of(case, "failure", "error")
     assert failure is not None
     text = f"{failure.get('message', '')}\n{failure.text or ''}"
     errors = re.findall(r"^(?:E +|\[rank\d+\]: +)?((?:[\w.]+Error|Exception)\b: .+)$", text, re.M)
-    return _short(f"{case.get('name')}: {(errors or [failure.get('message', '')])[-1]}")
+    own = [error for error in errors if not _LOST.search(error)]
+    return _short(f"{case.get('name')}: {(own or errors or [failure.get('message', '')])[-1]}")
 
 
 def release_of(tree: Path) -> str:

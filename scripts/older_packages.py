@@ -31,16 +31,19 @@ class NotInstalled(RuntimeError):
 def make_environment(folder: Path, packages: Sequence[str]) -> Path:
     """Return the Python of an environment that has these before all that is installed here.
 
-    One that is there is taken as it is, if it was made of the same packages.
+    One that is there is taken, if it was made of the same packages; what is installed here may be
+    another since.
     """
     python, stamp = folder / "bin" / "python", folder / "made_of"
-    if stamp.exists() and stamp.read_text().split() == [*packages]:
-        return python
-    venv.create(folder, with_pip=False, symlinks=True, clear=True)
+    is_made = stamp.exists() and stamp.read_text().split() == [*packages]
+    if not is_made:
+        venv.create(folder, with_pip=False, symlinks=True, clear=True)
     own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     here = [path for path in sys.path if path.endswith("site-packages")]
     lines = [f"import site; site.addsitedir({path!r})" for path in here]
     (Path(own) / "zz_installed_here.pth").write_text("\n".join(lines) + "\n")
+    if is_made:
+        return python
     _pip("--python", str(python), "install", "--quiet", "--no-build-isolation", *packages)
     for name, module in _LAUNCHERS.items():  # of this environment's Python
         launcher = folder / "bin" / name

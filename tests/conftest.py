@@ -66,3 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--megatron-lm", metavar="PATH", help="a Megatron-LM tree for tests/launch/test_megatron_lm"
     )
+    parser.addoption(
+        "--forked-ranks", action="store_true", help="fork them, instead of a torchrun per cluster"
+    )

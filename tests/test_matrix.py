@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ INFO = "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"
 TESTS = """
 import pytest
 def test_right(): pass
-def test_wrong(): raise ValueError("what it says | here")
+def test_wrong():
+    try: raise ValueError("what it says | here")
+    except ValueError as error: raise RuntimeError("[gloo] Connection reset by peer") from error
 @pytest.mark.skip
 def test_left(): pass
 """
@@ -40,24 +43,45 @@ def test_trees_are_found_with_their_releases(tmp_path: Path) -> None:
 
 def test_tests_are_counted_and_the_reason_is_the_error(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    told, reasons = matrix._tested(sys.executable, [str(tmp_path / "test_some.py")])
-    assert told == "1 of 2, 1 skipped"
+    cases, trouble = matrix._tested(sys.executable, [str(tmp_path / "test_some.py")])
+    told, reasons = matrix._counted(cases)
+    assert not trouble and told == "1 of 2, 1 skipped"
     assert reasons == ["test_wrong: ValueError: what it says | here"]
     row = matrix.Row("core 1", cells={"trained": told}, why=reasons).as_markdown()
     assert row == (
         "| core 1 | - | - | - | 1 of 2, 1 skipped | - | - | test_wrong: ValueError: what it says "
         "\\| here |"
     )
-    told, reasons = matrix._tested(sys.executable, [str(tmp_path / "test_some.py"), "-k", "no_one"])
-    assert told == "0 of 0" and reasons[0].startswith("no test has run: ")
+    nobody = [str(tmp_path / "test_some.py"), "-k", "no_one"]
+    assert matrix._tested(sys.executable, nobody)[1].startswith("no test has run: ")
+
+
+@pytest.mark.parametrize(
+    ("test", "is_among"),
+    [
+        ("tests/engines", True), ("tests/engine", False), ("tests/engines/test_torch.py", True),
+        ("tests/engines/test_torch_ranks.py", False),
+        ("tests/engines/test_torch.py::test_a", True),
+        ("tests/engines/test_torch.py::test_a[one]", True),
+        ("tests/engines/test_torch.py::test_a[two]", False),
+    ],
+)  # fmt: skip
+def test_a_case_is_of_the_column_that_asked_for_it(test: str, is_among: bool) -> None:
+    case = ElementTree.Element("testcase", classname="tests.engines.test_torch", name="test_a[one]")
+    assert matrix._is_among(case, test) == is_among
 
 
 def test_parts_are_of_tests_that_are_there() -> None:
     for parts in matrix.PARTS.values():
         assert set(parts) <= set(matrix.COLUMNS)
         for part in parts.values():
-            for word in (*part.arguments, *(part.quick or ())):
-                assert not word.startswith("tests/") or (ROOT / word).exists(), word
+            for test in (*part.tests, *part.quick):
+                file, _, name = test.partition("::")
+                assert (ROOT / file).exists(), test
+                function, _, parameters = name.partition("[")
+                text = (ROOT / file).read_text() if name else ""
+                assert not name or f"def {function}(" in text, test
+                assert not parameters or f'"{parameters[:-1]}"' in text, test
 
 
 @pytest.mark.parametrize(

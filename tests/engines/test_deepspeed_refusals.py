@@ -16,6 +16,7 @@ from dsx.engines.deepspeed.features import (
     refuse_mpu,
     refuse_sharded_pipeline,
     refuse_unsupported,
+    steps_with_autograd,
 )
 from dsx.engines.deepspeed.masters import require_fp32
 from dsx.engines.deepspeed.refusals import refuse_document
@@ -74,6 +75,19 @@ def test_zero_3_that_reads_what_has_not_come_is_known(
     version: str, backend: str, ranks: int, is_early: bool
 ) -> None:
     assert reads_before_it_has_come(version, backend, ranks) == is_early
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "is_followed"),
+    [
+        ("0.18.6", "gloo", False), ("0.18.7", "gloo", True), ("0.18.9+cpu", "gloo", True),
+        ("0.19.0", "gloo", False), ("0.18.9", "nccl", False),
+    ],
+)  # fmt: skip
+def test_flat_weights_that_autograd_follows_are_known(
+    version: str, backend: str, is_followed: bool
+) -> None:
+    assert steps_with_autograd(version, backend) == is_followed
 
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {

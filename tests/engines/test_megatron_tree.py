@@ -62,7 +62,7 @@ def test_what_is_missing_or_of_another_shape_is_named(
         main(["--check", str(tree)])
     said = capsys.readouterr().out
     assert ended.value.code == 1
-    assert "megatron.training.training has no train;" in said
+    assert "megatron.training.training has no train, which is there from core_v0.8.0 to" in said
     assert "takes (x) and not iteration, model, optimizer" in said
     last = said.splitlines()[-1]
     assert last.startswith(

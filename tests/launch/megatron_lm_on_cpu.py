@@ -2,23 +2,42 @@
 
 Beside what megatron-core needs (dsx/bench/megatron_on_cpu.py), the training loop asserts that CUDA
 is there and compiles C++ helpers into its tree; here a compiled one is expected to be there.
+
+`megatron_lm_on_cpu.py --serve TREE` imports the tree once and forks ranks from itself: each line of
+stdin asks for one, as JSON with its `number`, `environment`, `arguments` and `log`. Lines of stdout
+that begin with `rank: ` tell number, process and, once it has ended, status.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import traceback
 import typing
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from dsx.bench import megatron_on_cpu
+
+RANK = "rank: "  # begins what is told of one
 
 
 def install() -> None:
     """Let an unmodified pretraining script run on the CPU."""
     if not hasattr(typing, "override"):
         typing.override = lambda method: method  # type: ignore[attr-defined]  # Python < 3.12
+    if not hasattr(numpy, "product"):
+        numpy.product = numpy.prod  # core 0.13 to 0.15 were written for numpy 1
     megatron_on_cpu.install()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -71,10 +90,100 @@ def _serve_a_writer() -> None:
     cuda.device_count, cuda.set_device = lambda: 1, lambda *args: None
 
 
+def serve(tree: Path) -> None:
+    """Fork the ranks that stdin asks for, until it ends."""
+    _import_all(tree)
+    wake, ended = os.pipe()
+    os.set_blocking(ended, False)
+    signal.set_wakeup_fd(ended)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # that it came is in the pipe
+    running: dict[int, int] = {}  # numbers by processes
+    buffer = b""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 512)
+            for pid in [*running]:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    _tell(running.pop(pid), pid, os.waitstatus_to_exitcode(status))
+        if 0 not in ready:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            return
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            asked = json.loads(line)
+            number = asked.pop("number")
+            pid = os.fork()
+            if not pid:
+                _be_rank(**asked)
+            running[pid] = number
+            _tell(number, pid, None)
+
+
+def _tell(*what: int | None) -> None:
+    print(f"{RANK}{json.dumps(what)}", flush=True)
+
+
+def _import_all(tree: Path) -> None:
+    """Import what a pretraining script does; what is not of the package is imported anew."""
+    install()
+    before = {*sys.modules}
+    sys.path.insert(0, str(tree))
+    for name in ("megatron_patches.__main__", "megatron.training.training", "pretrain_gpt"):
+        importlib.import_module(name)
+    sys.path.remove(str(tree))
+    for name in {*sys.modules} - before:
+        file = str(getattr(sys.modules[name], "__file__", None))
+        if Path(file).parent == tree:
+            del sys.modules[name]
+    torch.set_num_threads(1)
+
+
+def _be_rank(environment: dict[str, str], arguments: list[str], log: str) -> typing.NoReturn:
+    """Be a rank from here on: its environment, its output, and nothing of the server's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(environment)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
+        os.dup2(source, target)
+    method = torch.multiprocessing.get_context
+    torch.multiprocessing.get_context = (  # of writers, which would import all of it once more
+        lambda name=None: method("fork" if name == "spawn" else name)
+    )
+    status = 1
+    try:
+        _main(arguments)
+        status = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # as an interpreter that ends
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _main(arguments: list[str] | None = None) -> None:
+    from megatron_patches.__main__ import main
+
+    main(arguments)
+
+
 if __name__ == "__mp_main__":
     _serve_a_writer()
 if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
-    install()
-    from megatron_patches.__main__ import main
-
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        serve(Path(sys.argv[2]))
+    else:
+        install()
+        _main()

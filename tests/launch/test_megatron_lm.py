@@ -7,13 +7,14 @@ megatron-core's wheel brings.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,13 @@ from safetensors.torch import load_file
 
 from tests.data.test_windows import write_indexed
 from tests.distributed import free_port
+from tests.launch.megatron_lm_ranks import ForkedRanks, launched
 
 BIN = Path(sys.executable).parent
 DRIVER = Path(__file__).with_name("megatron_lm_on_cpu.py")
 ROOT = Path(__file__).parents[2]
+DEADLINE = 400.0  # seconds of one run
+FORKED: dict[Path, ForkedRanks] = {}  # by tree, with --forked-ranks
 STEPS, SAVED_AT = 12, 7  # a step at which a fragment is under way
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -52,22 +56,28 @@ EXPERTS = shlex.split("""
 
 
 @pytest.fixture(scope="module")
-def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     given = request.config.getoption("--megatron-lm")
     if given is None:
         pytest.skip("no Megatron-LM tree: give one with --megatron-lm PATH")
     copy = tmp_path_factory.mktemp("megatron_lm") / "tree"
     shutil.copytree(given, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
-    import megatron.core
-
-    wheel = Path(megatron.core.__path__[0]) / "datasets"
+    found = importlib.util.find_spec("megatron.core")  # not imported: the ranks do
+    assert found and found.submodule_search_locations
+    wheel = Path(found.submodule_search_locations[0]) / "datasets"
     for compiled in wheel.glob("helpers_cpp*.so"):
         shutil.copy(compiled, copy / "megatron/core/datasets")
     # spawned checkpoint writers import the script before anything of ours
     (copy / "sitecustomize.py").write_text(
         "import typing\nif not hasattr(typing, 'override'): typing.override = lambda f: f\n"
     )
-    return copy
+    if request.config.getoption("--forked-ranks"):
+        FORKED[copy] = ForkedRanks(DRIVER, copy, environment(copy))
+    yield copy
+    if copy in FORKED:
+        FORKED.pop(copy).close()
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -92,24 +102,16 @@ def pretrain(
     """Run every cluster's own launcher; return their outputs."""
     out.mkdir(parents=True, exist_ok=True)
     rendezvous = f"127.0.0.1:{free_port()}"
-    running: list[subprocess.Popen[bytes]] = []
     logs = [out / f"cluster_{m}.log" for m in range(clusters)]
+    started: list[tuple[list[str], Path]] = []
     for cluster, log in enumerate(logs):
-        launcher = [BIN / "torchrun", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-port", str(free_port()), DRIVER, tree / script]
         own = ["--dsx-num-clusters", str(clusters), "--dsx-cluster-id", str(cluster)]
         own += ["--dsx-rendezvous", rendezvous, *DSX, *MODEL, *arguments]
-        with log.open("wb") as file:
-            running.append(
-                subprocess.Popen(
-                    [*launcher, *own], stdout=file, stderr=subprocess.STDOUT, env=environment(tree)
-                )
-            )
-    try:
-        codes = [process.wait(timeout=400) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+        started.append(([str(tree / script), *own], log))
+    if tree in FORKED:
+        codes = FORKED[tree].run(started, ranks, DEADLINE)
+    else:
+        codes = launched(DRIVER, started, ranks, environment(tree), DEADLINE)
     texts = [log.read_text() for log in logs]
     assert any(codes) == must_fail, "\n".join(text[-3000:] for text in texts)
     return texts
@@ -290,6 +292,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
             "give every cluster a directory of its own",
         ),
     ],
+    ids=["non-persistent", "skip-train", "dist-muon", "same-save"],
 )
 def test_what_is_refused_is_named(
     tree: Path, tmp_path: Path, arguments: Sequence[str], said: str

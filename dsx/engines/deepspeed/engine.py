@@ -33,6 +33,7 @@ from dsx.engines.deepspeed.layout import read_layout
 from dsx.engines.deepspeed.masters import locate, require_fp32
 from dsx.engines.deepspeed.parameters import stepping_optimizer, trained_parameters
 from dsx.engines.deepspeed.pipeline import find_tied_weights, name_in_model, stage_of
+from dsx.engines.deepspeed.private import leave_out_shared_memory, replace_step, require_names
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaSets
@@ -126,7 +127,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
         """Record forward and backward, by micro-batch, the reduction and the optimizer's step."""
         engine, watch = self._engine, ComputeWatch(trace)
         watch.follow(engine.module)
-        engine._take_model_step = watch.around_step(engine._take_model_step)
+        replace_step(engine, watch.around_step)
         reduce_gradients = engine.allreduce_gradients
 
         def reduce(*args: Any, **kwargs: Any) -> None:
@@ -141,7 +142,6 @@ class DeepSpeedAdapter(MultiRankAdapter):
         The callback returns whether it wrote masters.
         """
         engine = self._engine
-        take_model_step = engine._take_model_step
 
         def after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
             if self._expected is None or self._is_passed:
@@ -152,19 +152,22 @@ class DeepSpeedAdapter(MultiRankAdapter):
                 if self._synchronize_masters(callback(False)):
                     self._place.refresh()
 
-        def take(*args: Any, **kwargs: Any) -> None:
-            self._untrained.require_frozen()
-            self._expected = {id(master) for master in self._place.optimizer_tensors()}
-            self._stepped = set()
-            self._is_passed = False
-            take_model_step(*args, **kwargs)
-            self._expected = None
-            if not self._is_passed and self._synchronize_masters(callback(True)):
-                self._place.sync_model_weights()  # overflow: the optimizer did not step
-            self.end_inner_step()
+        def around(take_model_step: Callable[..., Any]) -> Callable[..., None]:
+            def take(*args: Any, **kwargs: Any) -> None:
+                self._untrained.require_frozen()
+                self._expected = {id(master) for master in self._place.optimizer_tensors()}
+                self._stepped = set()
+                self._is_passed = False
+                take_model_step(*args, **kwargs)
+                self._expected = None
+                if not self._is_passed and self._synchronize_masters(callback(True)):
+                    self._place.sync_model_weights()  # overflow: the optimizer did not step
+                self.end_inner_step()
+
+            return take
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
-        engine._take_model_step = take
+        replace_step(engine, around)
 
 
 def adopt_world() -> None:
@@ -172,14 +175,15 @@ def adopt_world() -> None:
 
     Without its shared-memory collective on CPU-only hosts: that one serves inference only, needs
     a C++ build of a minute or two at the first start, and ignores process groups.
+    RuntimeError for a DeepSpeed that lacks a name which dsx uses.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops import __compatible_ops__
 
+    require_names()
     accelerator: Any = get_accelerator()
     if accelerator.device_name() == "cpu":
-        __compatible_ops__["deepspeed_shm_comm"] = False
+        leave_out_shared_memory()
     init_distributed: Any = deepspeed.init_distributed
     init_distributed()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.engines.deepspeed.private import document_of, is_decoupled, require_names
 from dsx.engines.deepspeed.refusals import (
     BY_MPU,
     refuse,
@@ -21,14 +22,13 @@ from dsx.engines.deepspeed.refusals import (
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Raise ValueError, naming the setting, what is served, and what to do."""
-    document = engine._config._param_dict
+    """Raise ValueError, naming the setting, what is served, and what to do.
+
+    RuntimeError for a DeepSpeed that lacks a name which the adapter uses.
+    """
+    require_names()
+    document = document_of(engine)
     refuse({**_refused_parallelism(engine), **refused_settings(document), **_refused(engine)})
-    if not hasattr(engine, "_take_model_step"):
-        raise RuntimeError(
-            f"this DeepSpeed has no {type(engine).__name__}._take_model_step, the step boundary "
-            "that dsx counts; use a version that pyproject.toml names"
-        )
 
 
 def _refused_parallelism(engine: Any) -> dict[str, str]:
@@ -65,14 +65,14 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
         ),
     }
     found = {name: advice for name, (is_used, advice) in features.items() if is_used}
-    return found | refused_sequence(engine._config._param_dict, sequence > 1)
+    return found | refused_sequence(document_of(engine), sequence > 1)
 
 
 def _refused(engine: Any) -> dict[str, str]:
     import deepspeed
 
     found: dict[str, str] = {}
-    if engine.checkpoint_engine.is_decoupled():
+    if is_decoupled(engine):
         found["checkpoint.writer with decoupled=true"] = (
             "use a writer that is done when save_checkpoint returns"
         )
@@ -83,6 +83,13 @@ def _refused(engine: Any) -> dict[str, str]:
             "before 0.19.8 it waits for the last of several gathers only, and trains with weights "
             "that have not come yet; install deepspeed>=0.19.8, or use stage 2"
         )
+    is_flat = hasattr(engine.optimizer, "single_partition_of_fp32_groups")
+    if is_flat and steps_with_autograd(deepspeed.__version__, dist.get_backend()):
+        stage = engine.zero_optimization_stage()
+        found[f"ZeRO-{stage} on CPUs (gloo) with release {deepspeed.__version__}"] = (
+            "from 0.18.7 to 0.18.9 autograd refuses its step, as it follows the flat weights that "
+            "are written there; install deepspeed>=0.19, or 0.18.6"
+        )
     return found
 
 
@@ -91,8 +98,19 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
 
     A device's stream ends them in their order; gloo's end in any.
     """
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
-    return backend == "gloo" and ranks > 1 and numbers < [0, 19, 8]
+    return backend == "gloo" and ranks > 1 and _numbers(version) < [0, 19, 8]
+
+
+def steps_with_autograd(version: str, backend: str) -> bool:
+    """Whether ZeRO-1 and 2 of a release keep flat weights that autograd follows.
+
+    On a device collectives write past it; gloo's write through torch, which refuses.
+    """
+    return backend == "gloo" and [0, 18, 7] <= _numbers(version) < [0, 19]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.deepspeed.private import replaced_copy_of_script
 
 
 class _Writer:
@@ -35,12 +36,11 @@ def failing_together(engine: Any, saving: AgreedSave) -> Generator[None, None, N
     """Let DeepSpeed save inside; what it cannot write is an error at `saving.agree()`."""
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = _Writer(writer, saving)
-    engine._copy_recovery_script = _later(engine._copy_recovery_script, saving)
     try:
-        yield
+        with replaced_copy_of_script(engine, lambda copy: _later(copy, saving)):
+            yield
     finally:
         engine.checkpoint_engine = writer
-        del engine._copy_recovery_script  # the class has it
 
 
 def _later(write: Callable[..., Any], saving: AgreedSave) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.deepspeed.parameters import is_expert, is_slice, whole_shape
+from dsx.engines.deepspeed.private import expert_data_parallel_group, expert_parallel_group
 from dsx.engines.masters import dtype_name
 
 _EXPERT = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
@@ -52,7 +53,7 @@ class Layout:
         for of_group, held in sorted(self.experts.items()):
             members = set(held)
             own = [name for name in names if name in members]
-            sets.append((own, _groups()._get_expert_data_parallel_group(of_group)))
+            sets.append((own, expert_data_parallel_group(of_group)))
         return sets
 
     def facts(self) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Layout:
             group = self.tensor_group
             facts["tensor_parallel"] = [dist.get_rank(group), dist.get_world_size(group)]
         for name in sorted(self.experts):
-            group = _groups()._get_expert_parallel_group(name)
+            group = expert_parallel_group(name)
             facts[name] = [dist.get_rank(group), dist.get_world_size(group)]
         return facts
 
@@ -100,7 +101,7 @@ def _with_experts(plain: Layout) -> Layout:
             continue
         prefix, number, rest = _numbered(name)
         held = len(numbers[prefix])
-        group = _groups()._get_expert_parallel_group(parameter.group_name)
+        group = expert_parallel_group(parameter.group_name)
         rank, count = dist.get_rank(group), dist.get_world_size(group)
         own = f"{prefix}{rank * held + number}{rest}"
         named[own] = parameter
@@ -130,7 +131,9 @@ def _numbered(name: str) -> tuple[str, int, str]:
 
 def _with_slices(plain: Layout) -> Layout:
     """Return the layout with a name for each tensor-parallel rank's slice."""
-    group: Any = _groups().get_tensor_model_parallel_group()
+    from deepspeed.utils import groups
+
+    group: Any = groups.get_tensor_model_parallel_group()
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     named: dict[str, Any] = {}
     shapes: list[ParameterShape] = []
@@ -155,13 +158,6 @@ def _with_slices(plain: Layout) -> Layout:
     return replace(
         plain, group=everything, parameters=named, shapes=shapes, alike=alike, tensor_group=group
     )
-
-
-def _groups() -> Any:
-    """Return DeepSpeed's module of process groups, which are in no engine."""
-    from deepspeed.utils import groups
-
-    return groups
 
 
 def _require_same_shapes(shapes: Sequence[ParameterShape], group: Any) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.engines.deepspeed.parameters import whole_shape
+from dsx.engines.deepspeed.private import copy_sub_group, let_go_of_gathered
 from dsx.engines.masters import Piece, has_values
 
 
@@ -220,16 +221,15 @@ class ParameterShards(MasterPlace):
     def refresh(self) -> None:
         """Copy the sub-groups before the last to their bit16 shards again."""
         for index in range(len(self.optimizer_tensors()) - 1):
-            self._wrapper._reassign_or_swap_out_partitioned_parameters(index)
+            copy_sub_group(self._wrapper, index)
 
     def sync_model_weights(self) -> None:
         """Copy all sub-groups to their shards, and gather anew what stays gathered."""
         wrapper = self._wrapper
         _require_reloaded(wrapper)
-        wrapper._partition_all_parameters()  # what is gathered now is of before
-        wrapper.invalidate_secondary_tensor()  # so is hpZ's copy of it, from which it would gather
+        let_go_of_gathered(wrapper)
         for index in range(len(self.optimizer_tensors())):
-            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+            copy_sub_group(wrapper, index)
         persistent = wrapper.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)

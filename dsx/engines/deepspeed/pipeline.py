@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from dsx.core.types import Stage
 from dsx.engines.cluster_collectives import new_groups
+from dsx.engines.deepspeed.private import layers_of
 from dsx.engines.tied_weights import TiedWeight
 
 OF_STAGE = "stage_"  # begins the names of what a tied layer holds beside its tied weights
@@ -60,7 +62,7 @@ def describe_layers(engine: Any) -> dict[str, Any]:
         return {}
     module = engine.module
     stages, places, tied = _tied_stages(module), dict[str, str](), dict[str, list[int]]()
-    for index, layer in enumerate(module._layer_specs):
+    for index, layer in enumerate(layers_of(module)):
         if isinstance(layer, TiedLayerSpec):
             key, stage = str(layer.key), module.stage_owner(index)
             own = f"{OF_STAGE}{stage}." if stage != stages[key][0] else ""
@@ -117,7 +119,7 @@ def _tied_stages(module: Any) -> dict[str, list[int]]:
     from deepspeed.runtime.pipe.module import TiedLayerSpec
 
     stages: dict[str, set[int]] = {}
-    for index, layer in enumerate(module._layer_specs):
+    for index, layer in enumerate(layers_of(module)):
         if isinstance(layer, TiedLayerSpec):
             stages.setdefault(str(layer.key), set()).add(module.stage_owner(index))
     return {key: sorted(stages[key]) for key in sorted(stages)}
@@ -126,4 +128,4 @@ def _tied_stages(module: Any) -> dict[str, list[int]]:
 def _tied_weights(module: Any, key: str) -> list[Any]:
     """Return the weights of a tied layer on this stage whose gradients DeepSpeed sums."""
     layer = module.tied_modules[key]
-    return [module._recursive_getattr(layer, name) for name in module.tied_weight_attrs[key]]
+    return [attrgetter(name)(layer) for name in module.tied_weight_attrs[key]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsx.config.plain import told
+from dsx.engines.deepspeed.private import document_of
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers, settings_of_schedule
 
 NOT_COMPARED = (
@@ -24,7 +25,7 @@ NOT_COMPARED = (
 
 def settings_of_engine(engine: Any) -> dict[str, Any]:
     """Return the settings by the names that `clusters.may_differ` has."""
-    document = engine._config._param_dict
+    document = document_of(engine)
     return {
         "deepspeed": told({k: v for k, v in document.items() if k not in NOT_COMPARED}),
         "optimizer": settings_of_optimizers([engine.basic_optimizer]),

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, TorchFullySharded
 
 from dsx.engines.megatron.fully_sharded import is_megatron_fsdp
 from dsx.engines.megatron.masters import leaves
+from dsx.engines.megatron.private import require_names
 from dsx.engines.megatron.refusals import (
     ABOVE_ONE,
     LAYER_WISE,
@@ -35,7 +36,11 @@ _TYPES = {
 
 
 def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Raise ValueError, naming the setting and what to do."""
+    """Raise ValueError, naming the setting and what to do.
+
+    RuntimeError for a megatron-core that lacks a name which the adapter uses.
+    """
+    require_names()
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             "megatron.core.parallel_state is not initialized, where dsx reads the ranks from; "
