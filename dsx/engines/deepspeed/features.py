@@ -96,10 +96,7 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
 
 
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a pipeline that is not served, before an engine is built.
-
-    Under ZeRO-2/3, with AutoTP, or with experts on some stages only. Collective in the cluster.
-    """
+    """Raise ValueError for a pipeline under ZeRO-2/3 or with AutoTP, before anything is built."""
     from deepspeed.pipe import PipelineModule
 
     if not isinstance(model, PipelineModule):
@@ -117,17 +114,19 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
             "stage 0 or 1"
         )
-    _refuse_uneven_experts(model)
 
 
-def _refuse_uneven_experts(model: Any) -> None:
-    """Raise ValueError for stages with other kinds of expert layers. Collective in the cluster.
+def refuse_uneven_experts(model: Any) -> None:
+    """Raise ValueError for a pipeline's stages with other kinds of experts. Collective in it.
 
     DeepSpeed's ranks would wait for each other: each makes the groups of all ranks' experts where
     it meets the first layer of a size (deepspeed/utils/groups.py), and a stage without any none.
     """
     from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import PipelineModule
 
+    if not isinstance(model, PipelineModule):
+        return
     kinds = [layer.expert_group_name for layer in model.modules() if isinstance(layer, MoE)]
     everyone = gather_objects((model._grid.get_stage_id(), list(dict.fromkeys(kinds))))
     first = everyone[0]
