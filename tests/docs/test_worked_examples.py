@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "page",
     [
         pytest.param(page, marks=[needs("megatron.core"), level])
-        for page, level in zip(PAGES, [pytest.mark.slow, *2 * [pytest.mark.ci]], strict=True)
+        for page, level in zip(PAGES, [pytest.mark.slow, pytest.mark.ci, pytest.mark.slow], strict=True)
     ],
 )
 @pytest.mark.timeout(900)

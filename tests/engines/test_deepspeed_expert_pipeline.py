@@ -305,7 +305,8 @@ def test_stages_of_which_one_has_no_experts_are_refused(few: Any) -> None:
         assert "give every stage a layer of experts with the same ep_size" in message
 
 
-@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_experts_over_two_ranks_of_a_stage(tmp_path: Path) -> None:
     kinds = FEW + MORE
     trained = run_distributed(train_all, 8, kinds, str(tmp_path), timeout_seconds=280)
