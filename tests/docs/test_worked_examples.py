@@ -15,6 +15,7 @@ from tests.docs.test_examples import Reader
 from tests.installed import needs
 
 PAGES = [f"docs/examples/{name}.md" for name in ("dense", "experts", "long-context")]
+LEVELS = (pytest.mark.slow, pytest.mark.ci, pytest.mark.slow)
 RUN = "torchrun --nproc-per-node"
 LOSS = re.compile(r"\d+\.\d{3,4}\b")  # of speeds and shares fewer digits are printed
 MOST = 0.1  # nats: Python's own library, the data, is another in each release
@@ -63,7 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "page",
     [
         pytest.param(page, marks=[needs("megatron.core"), level])
-        for page, level in zip(PAGES, [pytest.mark.slow, pytest.mark.ci, pytest.mark.slow], strict=True)
+        for page, level in zip(PAGES, LEVELS, strict=True)
     ],
 )
 @pytest.mark.timeout(900)

@@ -95,6 +95,12 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
     return backend == "gloo" and ranks > 1 and numbers < [0, 19, 8]
 
 
+def refuse_pipeline(model: Any, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a pipeline that is not served. Collective in the cluster."""
+    refuse_sharded_pipeline(model, config)
+    _refuse_uneven_experts(model)
+
+
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a pipeline under ZeRO-2/3 or with AutoTP, before anything is built."""
     from deepspeed.pipe import PipelineModule
@@ -116,7 +122,7 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_uneven_experts(model: Any) -> None:
+def _refuse_uneven_experts(model: Any) -> None:
     """Raise ValueError for a pipeline's stages with other kinds of experts. Collective in it.
 
     DeepSpeed's ranks would wait for each other: each makes the groups of all ranks' experts where
