@@ -3,7 +3,8 @@
 What Megatron-LM's `megatron.training` does around its core, as little of it as an example needs:
 build the chunks of this rank's stage, wrap them for data parallelism, make the optimizer and its
 schedule, run forward and backward over micro-batches. Flags are Megatron's own. Layers are
-megatron-core's local ones: no Transformer Engine, no apex.
+megatron-core's local ones, experts one after another: no Transformer Engine, no apex. Where the
+sequence is cut, a stand-in is the attention (dsx/bench/megatron_context.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+
+from dsx.bench.megatron_context import own_part, with_gathered_attention
 
 
 @dataclass
@@ -91,11 +97,15 @@ class Engine:
         length = windows.shape[1] - 1
         positions = torch.arange(length, device=self.device).expand(len(windows), -1)
         hidden = torch.ones(length, length, dtype=torch.bool, device=self.device).triu(1)
-        losses = chunk(windows[:, :-1], positions, hidden[None, None], labels=windows[:, 1:])
+        whole = {"tokens": windows[:, :-1], "positions": positions, "labels": windows[:, 1:]}
+        part = own_part(whole)  # of a context-parallel rank; else all
+        labels = part["labels"].contiguous()
+        losses = chunk(part["tokens"], part["positions"], hidden[None, None], labels=labels)
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+            told = {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+            return loss / self.arguments.context_parallel_size, told
 
         return losses, mean
 
@@ -107,6 +117,8 @@ def build_engine(arguments: argparse.Namespace, vocab_size: int) -> Engine:
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         chunks_per_rank if chunks_per_rank > 1 else None,
+        context_parallel_size=arguments.context_parallel_size,
+        expert_model_parallel_size=arguments.expert_model_parallel_size,
     )
     # as Megatron: other weights on every stage, the same in all clusters
     seed = arguments.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -140,6 +152,17 @@ def transformer_config(arguments: argparse.Namespace) -> TransformerConfig:
     """Return the model's configuration: RMS norms, rotary positions, SwiGLU, no biases."""
     chunks = arguments.virtual_pipeline_model_parallel_size
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    of_experts: dict[str, Any] = {}
+    if arguments.num_experts:
+        of_experts = {
+            "num_moe_experts": arguments.num_experts,
+            "expert_model_parallel_size": arguments.expert_model_parallel_size,
+            "moe_ffn_hidden_size": arguments.moe_ffn_hidden_size or arguments.ffn_hidden_size,
+            "moe_router_topk": arguments.moe_router_topk,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": arguments.moe_aux_loss_coeff,
+            "moe_token_dispatcher_type": "alltoall",
+        }
     return TransformerConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
@@ -148,6 +171,7 @@ def transformer_config(arguments: argparse.Namespace) -> TransformerConfig:
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=arguments.context_parallel_size,
         # with two stages, batched sends would be wrong for virtual ones
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
@@ -167,6 +191,7 @@ def transformer_config(arguments: argparse.Namespace) -> TransformerConfig:
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **of_experts,
     )
 
 
@@ -181,9 +206,10 @@ def _make_chunk(
 ) -> Any:
     chunks = arguments.virtual_pipeline_model_parallel_size
     stage, stages = _stage()
+    layers = _layers(arguments, config, index if chunks > 1 else None)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        layers if arguments.context_parallel_size == 1 else with_gathered_attention(layers),
         vocab_size=vocab_size,
         max_sequence_length=arguments.seq_length,
         pre_process=stage == 0 and index == 0,
@@ -193,6 +219,19 @@ def _make_chunk(
         vp_stage=index if chunks > 1 else None,
     ).cuda()
     return Float16Module(config, model) if arguments.bf16 else model
+
+
+def _layers(arguments: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Return the specification of a chunk's layers."""
+    if not arguments.num_experts:
+        return get_gpt_layer_local_spec(normalization="RMSNorm")
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 looks for it without asking whether
+        moe_utils.te_general_gemm = None  # Transformer Engine is there
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
 
 
 def _stage() -> tuple[int, int]:

@@ -108,16 +108,23 @@ def _sharded_state(
 def gather_weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
     """Return the cluster's weights in fp32, by name, on rank 0; all ranks of the cluster call it.
 
-    Slices are put together along the dimension that tensor parallelism cuts them.
+    Slices are put together along the dimension that tensor parallelism cuts them; experts have
+    their number in the layer.
     """
     own: dict[str, tuple[int, int | None, Tensor]] = {}
     rank = parallel_state.get_tensor_model_parallel_rank()
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
     for chunk in chunks:
         model = unwrapped(chunk)
         for name, weight in model.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+                layer = model.decoder.layers[int(parts[2])]
+                parts[2] = str(layer.layer_number - 1)
+                if "local_experts" in parts:
+                    place = parts.index("local_experts") + 1
+                    first = expert_rank * layer.mlp.num_local_experts
+                    parts[place] = str(first + int(parts[place]))
             is_cut = getattr(weight, "tensor_model_parallel", False)
             dimension = weight.partition_dim if is_cut else None
             own[".".join(parts)] = (rank if is_cut else 0, dimension, weight.detach().float().cpu())

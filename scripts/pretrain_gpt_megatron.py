@@ -82,6 +82,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--tensor-model-parallel-size", type=positive, default=1)
     add("--pipeline-model-parallel-size", type=positive, default=1)
     add("--num-layers-per-virtual-pipeline-stage", type=positive, metavar="N")
+    add("--context-parallel-size", type=positive, default=1, help="with an attention of dsx's own")
+    add("--num-experts", type=positive, help="in every layer; none: no experts")
+    add("--expert-model-parallel-size", type=positive, default=1)
+    add("--moe-router-topk", type=positive, default=2)
+    add("--moe-ffn-hidden-size", type=positive, help="none: that of --ffn-hidden-size")
+    add("--moe-aux-loss-coeff", type=float, default=1e-2)
     add("--num-layers", type=positive, default=4)
     add("--hidden-size", type=positive, default=256)
     add("--ffn-hidden-size", type=positive, help="none: 8/3 of the hidden size, in steps of 32")
@@ -138,6 +144,16 @@ def complete(arguments: argparse.Namespace) -> None:
             "--pipeline-model-parallel-size times --num-layers-per-virtual-pipeline-stage"
         )
     arguments.virtual_pipeline_model_parallel_size = chunks
+    if arguments.seq_length % (2 * arguments.context_parallel_size):
+        raise ValueError(
+            f"--seq-length {arguments.seq_length} must be a multiple of twice "
+            f"--context-parallel-size, {2 * arguments.context_parallel_size}"
+        )
+    if (arguments.num_experts or 1) % arguments.expert_model_parallel_size:
+        raise ValueError(
+            f"--num-experts {arguments.num_experts} must be a multiple of "
+            f"--expert-model-parallel-size {arguments.expert_model_parallel_size}"
+        )
     if arguments.lr_warmup_iters >= arguments.train_iters:
         raise ValueError(
             f"--lr-warmup-iters {arguments.lr_warmup_iters} must be below --train-iters "
@@ -172,10 +188,11 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
 def check_sizes(arguments: argparse.Namespace, num_ranks: int) -> None:
     """Raise ValueError unless a cluster's ranks and batches make whole numbers."""
     model = arguments.tensor_model_parallel_size * arguments.pipeline_model_parallel_size
+    model *= arguments.context_parallel_size
     if num_ranks % model:
         raise ValueError(
-            f"a cluster has {num_ranks} rank(s), which tensor x pipeline parallel sizes of "
-            f"{model} do not divide; start {model} ranks per cluster, or a multiple"
+            f"a cluster has {num_ranks} rank(s), which tensor x pipeline x context parallel sizes "
+            f"of {model} do not divide; start {model} ranks per cluster, or a multiple"
         )
     per_micro_batch = arguments.micro_batch_size * (num_ranks // model)
     if arguments.global_batch_size % per_micro_batch:

@@ -112,12 +112,13 @@ def _device_type(name: str) -> str:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its keyword `device` mapped."""
+    """Return the function with its keyword `device` mapped, and without pinned memory."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _device(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # which needs a device to copy to
         return function(*args, **kwargs)
 
     return call

@@ -95,7 +95,7 @@ def initialize(
     """
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
-    from dsx.engines.deepspeed.features import refuse_arguments, refuse_sharded_pipeline
+    from dsx.engines.deepspeed.features import refuse_arguments, refuse_pipeline
     from dsx.training.positions import DATA_POSITION
 
     _refuse_world_arguments(distributed_port, dist_init_required, mesh_param)
@@ -108,7 +108,7 @@ def initialize(
     document = read_json(source)
     refuse_arguments(document, mpu, training_data is not None)
     world = current_world() or init_distributed(source, args)
-    refuse_sharded_pipeline(model, document)
+    refuse_pipeline(model, document)
     settings = load_config(source)
     if training_data is not None:
         training_data = share_training_data(training_data, world, settings.clusters.data)

@@ -37,6 +37,9 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "dsx report runs/quickstart",
     "dsx export runs/quickstart",
     "dsx export models/trained --megatron",
+    "dsx dry-run configs/llama_70b_fp8.flags",
+    "dsx dry-run configs/qwen_30b_a3b.flags",
+    "dsx dry-run configs/llama_8b_128k.flags",
     "deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py",
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py",
     "python -m deepspeed.checkpoint.ds_to_universal",
@@ -53,6 +56,8 @@ SLOW = {  # whole trainings: `pytest -m slow`
 _SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_runs.py"
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
 _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
+_MEGATRON = "scripts/pretrain_gpt_megatron.py"
+_SMALL = "some minutes; as printed in tests/docs/test_worked_examples.py"
 _WATCH = "serves until it is ended; what it loads in tests/telemetry/test_monitoring.py"
 _HOSTS = "needs two hosts; with namespaces in tests/launch/test_several_hosts.py"
 NOT_HERE = {  # with the reason
@@ -76,6 +81,10 @@ NOT_HERE = {  # with the reason
     "dsx agent ": "needs a site; with several in tests/launch/test_agent.py",
     "deepspeed --hostfile": _HOSTS,
     "torchrun --nnodes 2": _HOSTS,
+    "torchrun --nnodes 4": _HOSTS,
+    "torchrun --nnodes 8": _HOSTS,
+    f"torchrun --nproc-per-node 4 {_MEGATRON} --dsx-config configs/small.json": _SMALL,
+    f"torchrun --nproc-per-node 8 {_MEGATRON} --dsx-config configs/small.json": _SMALL,
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config docs/examples": _FOLDER,
     "deepspeed --num_gpus 4 --module dsx.run docs/examples": _FOLDER,
@@ -151,6 +160,13 @@ NEEDS_ROOT = {"dsx bench line"}  # skipped, with the testbed's own reason, where
 EXACT = {  # what they print is the same everywhere, and stands in the `text` block that follows
     "dsx dry-run configs/qwen_107b.flags",
     "dsx memory configs/qwen_107b.flags",
+    "dsx dry-run configs/llama_70b_fp8.flags",
+    "dsx memory configs/llama_70b_fp8.flags",
+    "dsx dry-run configs/qwen_30b_a3b.flags",
+    "dsx memory configs/qwen_30b_a3b.flags",
+    "dsx dry-run configs/llama_8b_128k.flags",
+    "dsx memory configs/llama_8b_128k.flags",
+    "dsx plan --params 36.5e9",
     "dsx simulate",
     "dsx plan --megatron",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from dsx.telemetry.report import summarize
 from tests.distributed import the_default_port
 from tests.docs.pages import ROOT, blocks
-from tests.docs.test_examples import Reader
+from tests.docs.test_examples import Reader, assert_printed
 from tests.installed import needs
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "docs" / "examples").glob("*/README.md"))
@@ -19,6 +20,7 @@ PACKAGES = {
     "accelerate": ("accelerate",),
     "deepspeed": ("deepspeed",),
     "lightning": ("lightning",),
+    "pipeline_experts": ("deepspeed",),
     "trainer": ("deepspeed", "transformers", "accelerate"),
     "trl": ("deepspeed", "transformers", "accelerate", "datasets", "trl", "peft"),
 }
@@ -39,7 +41,7 @@ def test_every_folder_is_listed_and_has_no_line_of_dsx() -> None:
 )
 def test_its_command_runs_as_printed(name: str, tmp_path: Path) -> None:
     reader = Reader(tmp_path, "ci")
-    (block,) = [b for b in blocks(f"docs/examples/{name}/README.md") if b.language == "sh"]
+    block, *others = blocks(f"docs/examples/{name}/README.md")
     output = ""
     for command in block.commands:
         with the_default_port():
@@ -54,3 +56,7 @@ def test_its_command_runs_as_printed(name: str, tmp_path: Path) -> None:
     assert clusters[0].steps == clusters[1].steps > 0
     norms = re.findall(r"norm of the model ([\d.e+-]+)", output)
     assert len(norms) == 2 and norms[0] == norms[1], output[-3000:]
+    if others and others[0].language == "text":  # the losses of both clusters, in any order
+        lines = sorted(line for line in output.splitlines() if line.startswith("step "))
+        shown = replace(others[0], text="\n".join(sorted(others[0].text.splitlines())))
+        assert_printed(shown, "\n".join(lines))

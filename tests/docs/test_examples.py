@@ -163,7 +163,20 @@ class Reader:
 
 
 def assert_printed(block: Block, printed: str) -> None:
-    """Hold what a page says against what was printed; a line that ends in dots is cut there."""
+    """Hold what a page says against what was printed; a line that ends in dots is cut there.
+
+    `DSX_WRITE_DOCS=1` writes what differs.
+    """
+    try:
+        require_printed(block, printed)
+    except AssertionError:
+        if not os.environ.get("DSX_WRITE_DOCS"):
+            raise
+        write_printed(block, printed)
+
+
+def require_printed(block: Block, printed: str) -> None:
+    """Raise AssertionError where a page says something else than was printed."""
     expected = [line.rstrip() for line in block.text.splitlines() if line.strip()]
     lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
     where = f"{block.page}:{block.line} prints something else"
@@ -178,6 +191,20 @@ def assert_printed(block: Block, printed: str) -> None:
             assert all(abs(float(a) - float(b)) < 0.02 for a, b in pairs), f"{where}\n{printed}"
         else:
             assert line == wanted, f"{where}\n{printed}"
+
+
+def write_printed(block: Block, printed: str) -> None:
+    """Write what was printed into the page; lines that were cut at dots are cut there again."""
+    lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
+    cuts = [line[:-4] for line in block.text.splitlines() if line.endswith(" ...")]
+    for index, line in enumerate(lines):
+        cut = next((cut for cut in cuts if line.startswith(cut)), None)
+        lines[index] = line if cut is None else f"{cut} ..."
+    title = f' title="{block.title}"' if block.title else ""
+    head = f"```{block.language}{title}\n"
+    new = head + "".join(f"{line}\n" for line in lines) + "```\n"
+    text = read(block.page).replace(f"{head}{block.text}```\n", new, 1)  # those before are done
+    (ROOT / block.page).write_text(text)
 
 
 @pytest.fixture(scope="module")

@@ -82,12 +82,22 @@ def _copy_what_is_written_beside() -> None:
         ]
 
     kind.prepare_write_data = prepare_write_data
+    import megatron.core.dist_checkpointing.strategies.async_utils as beside
+
+    from tests.launch import megatron_lm_on_cpu  # by its name, which another process can import
+
+    caller: Any = beside.PersistentAsyncCaller
+    caller.async_loop = staticmethod(megatron_lm_on_cpu.write_beside)
 
 
-def _serve_a_writer() -> None:
-    """Give the process that writes checkpoints beside training a device to choose."""
+def write_beside(*arguments: Any) -> None:
+    """Be the process that writes checkpoints beside training, without a device to choose."""
     cuda: Any = torch.cuda
-    cuda.device_count, cuda.set_device = lambda: 1, lambda *args: None
+    cuda.device_count = lambda: 1
+    cuda.set_device = cuda.synchronize = lambda *args: None
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    PersistentAsyncCaller.async_loop(*arguments)
 
 
 def serve(tree: Path) -> None:
@@ -179,8 +189,6 @@ def _main(arguments: list[str] | None = None) -> None:
     main(arguments)
 
 
-if __name__ == "__mp_main__":
-    _serve_a_writer()
 if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
     if sys.argv[1:2] == ["--serve"]:
         serve(Path(sys.argv[2]))

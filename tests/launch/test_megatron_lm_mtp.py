@@ -12,7 +12,7 @@ from tests.launch.test_megatron_lm import MODEL, pretrain
 from tests.launch.test_megatron_lm_scripts import train_and_resume
 
 tree = test_megatron_lm.tree  # the fixture
-PREDICTS = shlex.split("--mtp-num-layers 1 --position-embedding-type rope")
+PREDICTS = shlex.split("--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion")
 UNTIED = "--untie-embeddings-and-output-weights"
 STAGES = ["--pipeline-model-parallel-size", "2"]
 

@@ -54,7 +54,7 @@ def of_sentences(at: Path) -> list[str]:
     return [
         *model, "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", f"{at}/vocab.txt",
         "--legacy-tokenizer", "--data-path", f"{at}/data", "--data-cache-path", f"{at}/cache",
-        "--mask-prob", "0.3",
+        "--mask-prob", "0.3", "--split", "100,0,0",  # held out are no samples, and not an empty set
     ]  # fmt: skip
 
 

@@ -228,7 +228,8 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
         )
     if is_repartitioned and not engine.load_universal_checkpoint():
         advice = "resume with the same stages, or export the model (dsx export) and start from it"
-        if any(saved.directory.glob("*zero_*_optim_states.pt")):
+        is_convertible = not engine.has_moe_layers  # its converter does not know experts
+        if is_convertible and any(saved.directory.glob("*zero_*_optim_states.pt")):
             advice = (
                 f"convert it in every cluster: {_conversion(saved.directory)} and set "
                 '"checkpoint": {"load_universal": true}'

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.deepspeed.private import document_of, is_decoupled, require_names
 from dsx.engines.deepspeed.refusals import (
     BY_MPU,
@@ -40,7 +41,6 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
     ranks = dist.get_world_size(engine.seq_data_parallel_group)
     has_experts = bool(engine.has_moe_layers)
     others = [n for n, size in (("AutoTP", tensor), ("sequence parallelism", sequence)) if size > 1]
-    others += ["a pipeline"] if is_pipeline else []
     features = {
         f"a topology with {sliced} slices of each layer": (is_pipeline and sliced > 1, leave),
         f"an mpu with {sliced} slices of each layer": (
@@ -53,7 +53,7 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
         ),
         f"mixture of experts with {' and '.join(others)}": (
             has_experts and bool(others),
-            "experts are served with data parallelism; use that alone",
+            "experts are served with data parallelism and in pipelines; use those alone",
         ),
         f"tensor_parallel.autotp_size={tensor} with sequence parallelism": (
             tensor > 1 and sequence > 1,
@@ -113,6 +113,12 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
+def refuse_pipeline(model: Any, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a pipeline that is not served. Collective in the cluster."""
+    refuse_sharded_pipeline(model, config)
+    _refuse_uneven_experts(model)
+
+
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a pipeline under ZeRO-2/3 or with AutoTP, before anything is built."""
     from deepspeed.pipe import PipelineModule
@@ -132,6 +138,30 @@ def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
             "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
             "stage 0 or 1"
         )
+
+
+def _refuse_uneven_experts(model: Any) -> None:
+    """Raise ValueError for a pipeline's stages with other kinds of experts. Collective in it.
+
+    DeepSpeed's ranks would wait for each other: each makes the groups of all ranks' experts where
+    it meets the first layer of a size (deepspeed/utils/groups.py), and a stage without any none.
+    """
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import PipelineModule
+
+    if not isinstance(model, PipelineModule):
+        return
+    kinds = [layer.expert_group_name for layer in model.modules() if isinstance(layer, MoE)]
+    everyone = gather_objects((model._grid.get_stage_id(), list(dict.fromkeys(kinds))))
+    first = everyone[0]
+    for stage, found in everyone:
+        if found != first[1]:
+            raise ValueError(
+                f"experts in a pipeline: stage {first[0]} has layers of {first[1] or 'no experts'}"
+                f", stage {stage} of {found or 'no experts'}, where DeepSpeed waits forever, as it "
+                "makes the experts' groups on all ranks together; give every stage a layer of "
+                "experts with the same ep_size (partition_method cuts the stages)"
+            )
 
 
 def refuse_arguments(document: Mapping[str, Any], mpu: Any, has_training_data: bool) -> None:

@@ -3,8 +3,9 @@
 Known are the files of DeepSpeed 0.19 for ZeRO 0 to 3 without tensor parallelism: `mp_rank_00_
 model_states.pt` with the whole module, or under ZeRO-3 one file per rank with buffers and shards of
 frozen parameters; of pipelines `layer_<place>-model_states.pt`, with a tied layer in the file of
-every place of its; `zero/<parameter>/` in universal checkpoints. They are Python pickles, read as
-pickles.py says.
+every place of its, and of pipelines with experts `mp_rank_<stage>_model_states.pt` with the stage's
+module; `zero/<parameter>/` in universal checkpoints. They are Python pickles, read as pickles.py
+says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dsx.checkpoint.averaged_model import SavedModel
 from dsx.engines.deepspeed.pickles import find_code, read_pickle
 
 WHOLE = "mp_rank_00_model_states.pt"
+STAGES = "mp_rank_*_model_states.pt"
 SHARDS = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 _COMPARED_AT_A_TIME = 1 << 28  # bytes
 
@@ -53,7 +55,18 @@ def _read_cluster(model: SavedModel, directory: Path) -> dict[str, Tensor]:
         module: dict[str, Any] | None = read_pickle(directory / WHOLE)["module"]
         if module is None:
             return _read_layers(model, directory, known)
-        return {n: t for n, t in module.items() if n not in known and torch.is_tensor(t)}
+        found = _untrained(module, known)
+        for stage in sorted(directory.glob(STAGES))[1:]:  # of a pipeline with experts
+            own = _untrained(read_pickle(stage)["module"], known)
+            for name in found.keys() & own.keys():
+                if not _has_same_bits(found[name], own[name]):
+                    raise ValueError(
+                        f"{name}, which is not trained, has other values in {stage.name} than in "
+                        "the stages before, where a tied layer has it too: save the model from "
+                        "the script, inside `with engine.dsx.averaged()`"
+                    )
+            found |= own
+        return found
     files = sorted(directory.glob(SHARDS), key=lambda f: int(f.name.split("_")[3]))
     if not files:
         return {}
@@ -64,6 +77,10 @@ def _read_cluster(model: SavedModel, directory: Path) -> dict[str, Tensor]:
         parts = [state["frozen_param_fragments"][name].view(-1) for state in states]
         found[name] = torch.cat(parts)[: math.prod(shape)].view(tuple(shape))
     return {name: tensor for name, tensor in found.items() if name not in known}
+
+
+def _untrained(module: Mapping[str, Any], known: Collection[str]) -> dict[str, Tensor]:
+    return {n: t for n, t in module.items() if n not in known and torch.is_tensor(t)}
 
 
 def _read_layers(model: SavedModel, directory: Path, known: Collection[str]) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Which ranks of a DeepSpeed cluster hold what: names that say the same on every rank of them all.
 
 Data- and sequence-parallel ranks hold the same parameters, or ZeRO's shards of them. An expert of
-DeepSpeed's MoE is held by its expert-data-parallel ranks alone: DeepSpeed counts experts on each
-rank from 0, and here they have their number in the layer, as in its checkpoints. A slice that
+DeepSpeed's MoE is held by its expert-data-parallel ranks alone, of its stage in a pipeline:
+DeepSpeed counts experts on each rank from 0, and here they have their number in the layer, as in
+its checkpoints. A slice that
 AutoTP has cut is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; what the ranks of
 a tensor-parallel group hold alike has its plain name, and belongs to the first one.
 """

@@ -54,7 +54,7 @@ SERVED = (
     Served(
         "deepspeed.moe.layer.MoE", "served",
         "each expert by the ranks that hold it, under its number in the layer; with data "
-        "parallelism",
+        "parallelism, and in pipelines all of whose stages have experts",
         {},
     ),
     Served(
