@@ -17,12 +17,12 @@ PAGE = ROOT / "docs" / "results" / "dry-run.md"
 @pytest.mark.parametrize(
     ("file", "clusters"),
     [
-        pytest.param("llama_70b", 32, marks=pytest.mark.ci),
-        pytest.param("qwen_107b", 8, marks=pytest.mark.ci),
-        pytest.param("qwen_235b_a22b", 2, marks=pytest.mark.ci),
-        *(pytest.param("llama_70b", c, marks=pytest.mark.slow) for c in (2, 8, 128)),
-        *(pytest.param("qwen_107b", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
-        *(pytest.param("qwen_235b_a22b", c, marks=pytest.mark.slow) for c in (8, 32, 128)),
+        pytest.param("llama_70b.flags", 32, marks=pytest.mark.ci),
+        pytest.param("qwen_107b.flags", 8, marks=pytest.mark.ci),
+        pytest.param("qwen_235b_a22b.flags", 2, marks=pytest.mark.ci),
+        *(pytest.param("llama_70b.flags", c, marks=pytest.mark.slow) for c in (2, 8, 128)),
+        *(pytest.param("qwen_107b.flags", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
+        *(pytest.param("qwen_235b_a22b.flags", c, marks=pytest.mark.slow) for c in (8, 32, 128)),
     ],
 )
 @needs("megatron")
