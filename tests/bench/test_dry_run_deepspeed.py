@@ -61,17 +61,19 @@ class Kind(NamedTuple):
         return GPT(**SIZES, is_tied=self.is_tied)
 
 
-KINDS = [
-    Kind(0, "fp32", "parameters"),
+USUAL = [
     Kind(0, "bf16", "type:transformer"),
-    Kind(0, "fp16", "uniform"),
     Kind(1, "bf16", "parameters"),
     Kind(1, "bf16+fp32", "uniform", is_tied=False),
+    Kind(3, "bf16", sequence=2),
+    Kind(3, "bf16", hpz=2),
+]
+MORE = [
+    Kind(0, "fp32", "parameters"),
+    Kind(0, "fp16", "uniform"),
     Kind(1, "fp32", "type:transformer"),
     Kind(0, "fp32", sequence=2),
     Kind(1, "bf16", sequence=2),
-    Kind(3, "bf16", sequence=2),
-    Kind(3, "bf16", hpz=2),
 ]
 
 
@@ -213,13 +215,15 @@ def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
 
 
 @needs("deepspeed")
-@pytest.mark.ci
 @pytest.mark.timeout(600)
-def test_layouts_are_what_runs_have() -> None:
-    compare_all(KINDS)
-
-
-def compare_all(kinds: Sequence[Kind]) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(USUAL, marks=pytest.mark.ci, id="usual"),
+        pytest.param(MORE, marks=pytest.mark.slow, id="more"),
+    ],
+)
+def test_layouts_are_what_runs_have(kinds: Sequence[Kind]) -> None:
     runs = run_distributed(all_held, 2 * RANKS, kinds, timeout_seconds=400)
     (dry,) = run_distributed(all_dry, 1, kinds, timeout_seconds=180)
     for index, kind in enumerate(kinds):
