@@ -16,7 +16,11 @@ from dsx.bench.dry_run.dry_run import Asked, DryRun, build
 from dsx.core.units import format_bytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-FILES = ("qwen_107b", "llama_70b", "qwen_235b_a22b")
+FILES = (
+    "qwen_107b.flags", "qwen_107b_zero3.json", "qwen_107b_pipeline.json", "llama_70b.flags",
+    "qwen_235b_a22b.flags",
+)  # fmt: skip
+OF_JSON = "qwen_107b.flags", 80  # the model's sizes, and the ranks of a cluster
 CLUSTERS = (2, 8, 32, 128)
 GBPS, LATENCY_MS = 1.0, 20.0
 FLOPS = 0.4 * 312e12
@@ -37,7 +41,11 @@ def step_seconds(run: DryRun) -> float:
 
 def row(name: str, clusters: int) -> Sequence[str]:
     """Return a row of the table."""
-    line = Asked(CONFIGS / f"{name}.flags", None, clusters, gbps=GBPS, latency_ms=LATENCY_MS)
+    model: Path | None = None
+    ranks: int | None = None
+    if name.endswith(".json"):
+        model, ranks = CONFIGS / OF_JSON[0], OF_JSON[1]
+    line = Asked(CONFIGS / name, model, clusters, ranks, gbps=GBPS, latency_ms=LATENCY_MS)
     run = build(line)
     seconds = step_seconds(run)
     found = replace(run, asked=replace(line, step_seconds=seconds)).record()
@@ -45,7 +53,7 @@ def row(name: str, clusters: int) -> Sequence[str]:
     on_line = 8 * found["bytes_per_round_per_cluster"] / (1e9 * GBPS)
     of_round = seconds * run.config.method.schedule.interval
     return (
-        f"`{name}.flags`, {run.config.preset}", f"{clusters} of {ranks}", format_bytes(sent),
+        f"`{name}`, {run.config.preset}", f"{clusters} of {ranks}", format_bytes(sent),
         f"{on_line:,.0f} s of {of_round:,.0f} s", f"{found['owner_spread']:.2f}",
         str(found["sockets_per_rank"]), format_bytes(found["host_bytes_per_rank"]),
         f"{100 * found['utilization']:.1f} %",

@@ -5,7 +5,10 @@ Bytes per parameter that a rank holds, D being the ranks that share optimizer st
     Megatron bf16   weights 2, gradients 4 (accumulated in fp32), masters 4/D, moments 8/D
     Megatron fp32   weights 4 (they are the masters), gradients 4, moments 8/D
     DeepSpeed bf16  ZeRO-1: weights 2, gradients 2, masters 4/D, moments 8/D; ZeRO-2 shards the
-                    gradients, ZeRO-3 the weights, too; ZeRO-0 shards nothing
+                    gradients, ZeRO-3 the weights, too; ZeRO-0 shards nothing; hpZ
+                    over H ranks keeps the weights once more, 2/H. Where it sums bf16
+                    gradients beside those of a micro-batch (of a pipeline under ZeRO-0, in
+                    bf16; with grad_accum_dtype fp32, in fp32), these count, too
 
 D is 1 for Megatron without the distributed optimizer. Not in it: buckets, workspaces, and the
 parameters that ZeRO-3 gathers for a layer at a time.
@@ -68,17 +71,29 @@ def megatron(
 
 
 def deepspeed(
-    numel: int, is_bf16: bool, zero_stage: int, sharing_ranks: int, activations: int = 0
+    numel: int,
+    is_bf16: bool,
+    zero_stage: int,
+    sharing_ranks: int,
+    activations: int = 0,
+    hpz: int = 1,
+    accumulated: int = 0,
 ) -> InnerMemory:
-    """Return what a rank takes of a model with `numel` elements, or of its pipeline stage."""
+    """Return what a rank takes of a model with `numel` elements, or of its pipeline stage.
+
+    `hpz`: the ranks that keep a second copy of ZeRO-3's weights among them, 1 for none.
+    `accumulated`: bytes of an element in which gradients are summed beside a micro-batch's.
+    """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
     own = -(-numel // sharing_ranks)
     held = own if zero_stage >= 3 else numel
+    held += -(-numel // hpz) if zero_stage >= 3 and hpz > 1 else 0
     reduced = own if zero_stage >= 2 else numel
     stepped = own if zero_stage >= 1 else numel
     if is_bf16:
-        return InnerMemory(2 * held, 2 * reduced, 4 * stepped, 8 * stepped, activations)
+        gradients = (2 + accumulated) * reduced
+        return InnerMemory(2 * held, gradients, 4 * stepped, 8 * stepped, activations)
     masters = 4 * stepped if zero_stage in (1, 2) else 0  # else the weights are the masters
     return InnerMemory(4 * held, 4 * reduced, masters, 8 * stepped, activations)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsx.config.files import ConfigError, read_json, read_text
 from dsx.core.types import ParameterShape, Stage
 from dsx.method.method import Method
 from dsx.method.schedule.inside_backward import require_before, require_hooks
 from dsx.plan import inner_memory
+from dsx.plan.deepspeed_json import read_cut, read_integer
+from dsx.plan.deepspeed_layers import copies_on_stage, layers_of_stage, weights_of_stage
 from dsx.plan.gpt_shapes import GPT, Division, Weight
 from dsx.plan.inner_memory import InnerMemory
 from dsx.plan.megatron_flags import model_of, parse, split_of
@@ -41,6 +41,9 @@ class Cluster:
     expert: int = 1
     expert_tensor: int | None = None  # as `tensor`
     split: PipelineSplit = PipelineSplit()
+    partition: str | None = None  # by what DeepSpeed cuts a pipeline; None: Megatron's, or none
+    hpz: int = 1  # ranks that keep a second copy of ZeRO-3's weights among them
+    accumulated: int = 0  # bytes of an element in which DeepSpeed sums bf16 gradients beside them
 
     @property
     def engine(self) -> str:
@@ -83,14 +86,20 @@ class Cluster:
 
     def layers_of(self, model: GPT, stage: int) -> list[int]:
         """Return the numbers of a stage's layers, of all its chunks."""
+        if self.partition is not None:
+            layers = layers_of_stage(model, Stage(stage, self.pipeline), self.partition)
+            return [one.transformer for _, one in layers if one.transformer is not None]
         return [layer for chunk in self.layers(model)[stage] for layer in chunk]
 
     def __str__(self) -> str:
         """Return how it is cut, as it is shown."""
         parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
+        if self.partition is not None:
+            parts[1] += f" by {self.partition}"
         if self.split.chunks > 1:
             parts.append(f"{self.split.chunks} virtual stages of each rank")
         parts += [f"context {self.context}"] if self.context > 1 else []
+        parts += [f"hpZ {self.hpz}"] if self.hpz > 1 else []
         if self.expert > 1:
             of_experts = f"expert {self.expert}, expert tensor {self.slices_of_experts}, "
             parts.append(f"{of_experts}expert data {self.shards_of_experts}")
@@ -143,13 +152,14 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
             "Megatron; leave it out, or give a file of flags alone"
         )
     document = read_json(source)
-    micro_batch = _integer(document, "train_micro_batch_size_per_gpu", 1)
-    whole = _integer(document, "train_batch_size", 0) or None
-    accumulated = _integer(document, "gradient_accumulation_steps", 0)
+    micro_batch = read_integer(document, "train_micro_batch_size_per_gpu", 1)
+    whole = read_integer(document, "train_batch_size", 0) or None
+    accumulated = read_integer(document, "gradient_accumulation_steps", 0)
+    cluster = Cluster(**read_cut(document, ranks)._asdict())
     if whole is None and accumulated:
-        whole = accumulated * micro_batch * ranks
+        whole = accumulated * micro_batch * cluster.data
     batch = Batch(known.seq_length, micro_batch, whole)
-    return ModelFiles(model_of(known), _deepspeed(document, ranks), batch)
+    return ModelFiles(model_of(known), cluster, batch)
 
 
 def require_served(method: Method, cluster: Cluster) -> None:
@@ -203,58 +213,14 @@ def _captured_by(known: argparse.Namespace) -> str | None:
     return None if kind == "none" else f"--cuda-graph-impl {kind}"
 
 
-def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
-    """Read a cluster out of a DeepSpeed JSON; ValueError for what the formulas do not know."""
-    zero: Any = document.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise ValueError(f'zero_optimization={zero!r} must be an object; write {{"stage": 1}}')
-    for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device", "none")
-        if device != "none":
-            raise ValueError(
-                f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
-                f"accelerator only; leave {key} out to see what it would take there"
-            )
-    stages: Any = (document.get("pipeline") or {}).get("stages", "auto")
-    if stages not in ("auto", None, 1):
-        raise ValueError(
-            f"pipeline.stages={stages!r}: dsx memory knows no DeepSpeed pipelines; leave "
-            "it out to see a model whose ranks hold all layers"
-        )
-    if "grad_accum_dtype" in document.get("data_types", {}):
-        raise ValueError(
-            "data_types.grad_accum_dtype: dsx memory knows gradients in the weights' type only; "
-            "leave it out, and add the difference"
-        )
-    tensor: Any = document.get("tensor_parallel", {})
-    for name, size in (
-        ("tensor_parallel.autotp_size", tensor.get("autotp_size", 0)),
-        ("sequence_parallel_size", document.get("sequence_parallel_size", 1)),
-        ("zero_optimization.zero_hpz_partition_size", zero.get("zero_hpz_partition_size", 1)),
-    ):
-        if isinstance(size, int) and size > 1:
-            raise ValueError(
-                f"{name}={size}: a run trains with it, and dsx plans data parallelism and ZeRO "
-                "alone; leave it out to see what a run takes without it"
-            )
-    precisions: list[Any] = [document.get(key, {}) for key in ("bf16", "fp16")]
-    is_bit16 = any(precision.get("enabled") for precision in precisions)
-    return Cluster(data=ranks, is_bf16=is_bit16, zero_stage=_integer(zero, "stage", 0))
-
-
-def _integer(section: Mapping[str, Any], key: str, default: int) -> int:
-    value = section.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be an integer; write the number of the planned run")
-    return value
-
-
 def _batch(known: argparse.Namespace) -> Batch:
     return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
 
 
 def stage_weights(model: GPT, cluster: Cluster, stage: Stage) -> list[Weight]:
     """Return a rank's weights of a stage, tensors whole; ValueError if they are not cut so."""
+    if cluster.partition is not None:
+        return weights_of_stage(model, stage, cluster.partition)
     return model.weights(stage, cluster.division, cluster.layers_of(model, stage.index))
 
 
@@ -272,6 +238,13 @@ def stage_shapes(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterSh
             slices = 1 if weight.split is None else cluster.tensor
             found += [weight.on((rank, cluster.tensor)) for rank in range(slices)]
     return found
+
+
+def copies_before(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterShape]:
+    """Return tied copies that lie before a stage's own weights and belong to another stage."""
+    if cluster.partition is None:
+        return []
+    return [weight.on((0, 1)) for weight in copies_on_stage(model, stage, cluster.partition)]
 
 
 def held_on_rank(model: GPT, cluster: Cluster, stage: Stage) -> tuple[int, int]:
@@ -296,8 +269,9 @@ def inner_of(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> InnerM
     activations = _activations(model, cluster, stage, batch)
     if cluster.zero_stage is not None:
         return inner_memory.deepspeed(
-            dense + experts, cluster.is_bf16, cluster.zero_stage, cluster.data, activations
-        )
+            dense + experts, cluster.is_bf16, cluster.zero_stage, cluster.shards, activations,
+            cluster.hpz, cluster.accumulated,
+        )  # fmt: skip
     shards = cluster.shards if cluster.is_sharded else 1
     shards_of_experts = cluster.shards_of_experts if cluster.is_sharded else 1
     of_dense = inner_memory.megatron(dense, cluster.is_bf16, shards, activations)

@@ -180,25 +180,29 @@ def held_by_deepspeed(stages: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def dry_deepspeed(stage: int) -> list[dict[str, Any]]:
+def dry_deepspeed(stages: list[int]) -> list[list[dict[str, Any]]]:
     from dsx.bench.dry_run.deepspeed import build_ranks
     from dsx.bench.dry_run.figures import figures_of
 
-    config = load_config({"dsx": BLOCK})
-    cluster = Cluster(data=2, zero_stage=stage)
-    document = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
-    return told(figures_of(build_ranks(MODEL, cluster, document, config), config, False))
+    config, found = load_config({"dsx": BLOCK}), []
+    for stage in stages:
+        cluster = Cluster(data=2, zero_stage=stage)
+        document = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
+        built = build_ranks(MODEL, cluster, document, config)
+        found.append(told(figures_of(built, config, False)))
+    return found
 
 
 @needs("deepspeed")
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_ranks_of_deepspeed_are_what_runs_have() -> None:
     stages = [0, 1, 2, 3]
     ranks = run_distributed(held_by_deepspeed, 4, stages, timeout_seconds=240)
-    for index, stage in enumerate(stages):
-        (dry,) = run_distributed(dry_deepspeed, 1, stage, timeout_seconds=120)
+    (dry,) = run_distributed(dry_deepspeed, 1, stages, timeout_seconds=240)
+    for index in range(len(stages)):
         for number, real in enumerate(ranks):
-            compare(dry[number % 2], real[index], number // 2)
+            compare(dry[index][number % 2], real[index], number // 2)
 
 
 @needs_megatron

@@ -10,6 +10,7 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.installed import needs
 
+CLUSTERS = (2, 8, 32, 128)
 PAGE = ROOT / "docs" / "results" / "dry-run.md"
 
 
@@ -17,15 +18,18 @@ PAGE = ROOT / "docs" / "results" / "dry-run.md"
 @pytest.mark.parametrize(
     ("file", "clusters"),
     [
-        pytest.param("llama_70b", 32, marks=pytest.mark.ci),
-        pytest.param("qwen_107b", 8, marks=pytest.mark.ci),
-        pytest.param("qwen_235b_a22b", 2, marks=pytest.mark.ci),
-        *(pytest.param("llama_70b", c, marks=pytest.mark.slow) for c in (2, 8, 128)),
-        *(pytest.param("qwen_107b", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
-        *(pytest.param("qwen_235b_a22b", c, marks=pytest.mark.slow) for c in (8, 32, 128)),
+        pytest.param("llama_70b.flags", 32, marks=pytest.mark.ci),
+        pytest.param("qwen_107b.flags", 8, marks=pytest.mark.ci),
+        pytest.param("qwen_107b_pipeline.json", 8, marks=pytest.mark.ci),
+        pytest.param("qwen_235b_a22b.flags", 2, marks=pytest.mark.ci),
+        *(pytest.param("llama_70b.flags", c, marks=pytest.mark.slow) for c in (2, 8, 128)),
+        *(pytest.param("qwen_107b.flags", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
+        *(pytest.param("qwen_107b_zero3.json", c, marks=pytest.mark.slow) for c in CLUSTERS),
+        *(pytest.param("qwen_107b_pipeline.json", c, marks=pytest.mark.slow) for c in (2, 32, 128)),
+        *(pytest.param("qwen_235b_a22b.flags", c, marks=pytest.mark.slow) for c in (8, 32, 128)),
     ],
 )
-@needs("megatron")
+@needs("megatron", "deepspeed")
 def test_a_row_is_as_printed(file: str, clusters: int) -> None:
     words = ["--files", file, "--clusters", str(clusters)]
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dsx.core.types import Stage
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.memory.show import read_plan, show_memory
-from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.model_files import Batch, Cluster, held_on_rank, stage_shapes
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
@@ -83,11 +84,14 @@ def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, "partition_size=4"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "partition_size=3"),
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide the 4 ranks"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "'auto'"),
-        ({"pipeline": {"stages": 2}}, "pipeline.stages=2"),
+        ({"pipeline": {"stages": 3}}, "pipeline.stages=3 does not divide the 4 ranks"),
+        ({"pipeline": {"stages": 2, "partition": "best"}}, "partition='best': .*parameters, "),
+        ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "stages=2 with .*stage=2"),
+        ({"pipeline": {"stages": 2}, "sequence_parallel_size": 2}, "size=2 with pipeline.stages=2"),
     ],
 )
 def test_keys_that_change_what_a_rank_holds_are_refused(
@@ -95,6 +99,39 @@ def test_keys_that_change_what_a_rank_holds_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         plan_files(tmp_path, FLAGS, document(**changes))
+
+
+def test_ranks_are_shared_out_as_a_json_says(tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    found = plan_files(tmp_path, FLAGS, document(sequence_parallel_size=2, zero_optimization=zero))
+    assert (found.data, found.context, found.shards, found.hpz) == (2, 2, 4, 2)
+    bf16 = {"bf16": {"enabled": True}, "pipeline": {"stages": 2}}
+    kinds = [{}, {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}]
+    first, second = (plan_files(tmp_path, FLAGS, document(**bf16, **kind)) for kind in kinds)
+    assert first.zero_stage == 1 and first.accumulated == 2  # DeepSpeed shares its masters, too
+    assert second.zero_stage == 1 and second.accumulated == 4
+    assert (first.pipeline, first.data, first.partition) == (2, 2, "parameters")
+
+
+@pytest.mark.parametrize("partition", ["parameters", "uniform", "type:transformer"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_stages_of_a_pipeline_hold_the_model_once(partition: str, is_tied: bool) -> None:
+    model = replace(MODEL, is_tied=is_tied)
+    cluster = Cluster(pipeline=3, zero_stage=1, partition=partition)
+    stages = [Stage(index, 3) for index in range(3)]
+    names = [[s.name for s in stage_shapes(model, cluster, stage)] for stage in stages]
+    held = [sum(held_on_rank(model, cluster, stage)) for stage in stages]
+    assert len({name for own in names for name in own}) == sum(map(len, names))
+    tied = 256 * 64 if is_tied else 0
+    assert sum(held) == model.numel + tied
+    assert [cluster.layers_of(model, index) for index in range(3)] == {
+        "parameters": [[0], [1, 2], [3]],
+        "uniform": [[0], [1, 2, 3], []],  # the last holds final norm and head
+        "type:transformer": [[0, 1], [2], [3]],
+    }[partition]
+    assert [n for n in names[0] if "tied" in n] == ["tied_modules.embedding.weight"] * is_tied
+    with pytest.raises(ValueError, match="8 layers for a pipeline, embedding.* 8 stages or fewer"):
+        stage_shapes(model, replace(cluster, pipeline=9), Stage(0, 9))
 
 
 def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def dry_run(
         str | None,
         typer.Option(
             metavar="RANKS",
-            help="With flags: whose pipeline stages to build, as 0,39,79; default the first, a "
-            "middle and the last stage.",
+            help="Whose pipeline stages to build, as 0,39,79; default the first, a middle and "
+            "the last stage.",
         ),
     ] = None,
     step_seconds: Annotated[

@@ -1,8 +1,8 @@
 """Build ranks of a DeepSpeed cluster: its own engine and ZeRO optimizer, on fakes.
 
-The ranks of a cluster hold equal parts of the same tensors, the last one with padding: one engine
-is built, and each rank's masters are located in it by the adapter, as seen from that rank. The
-model has the names and shapes of Megatron's GPT; DeepSpeed looks at nothing else of it.
+The ranks of a stage hold equal parts of the same tensors, the last one with padding: one engine is
+built, and each rank's masters are located in it by the adapter, as seen from that rank. The model
+has the names and shapes of Megatron's GPT; DeepSpeed looks at nothing else of it.
 """
 
 from __future__ import annotations
@@ -13,49 +13,30 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from dsx.bench.dry_run.built_rank import BuiltRank
+from dsx.bench.dry_run.deepspeed_module import module_of
 from dsx.bench.dry_run.stand_in import in_cluster, no_memory, seen_from
 from dsx.config.schema import DsxConfig
-from dsx.core.types import ParameterShape, Stage
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.model_files import Cluster
 
 _SERVED = ("Adam", "AdamW")
 
 
-class Shapes(nn.Module):
-    """Parameters of a model's names and shapes, of the type that the engine would make them."""
-
-    def __init__(self, shapes: Sequence[ParameterShape], dtype: torch.dtype) -> None:
-        super().__init__()
-        for shape in shapes:
-            *path, name = shape.name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            weight = nn.Parameter(torch.empty(shape.shape, dtype=dtype))
-            module.register_parameter(name, weight)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Shapes:
-        return self  # type and place are right already, and fakes cannot be converted
-
-
 def build_ranks(
-    model: GPT, cluster: Cluster, document: Mapping[str, Any], config: DsxConfig
+    model: GPT,
+    cluster: Cluster,
+    document: Mapping[str, Any],
+    config: DsxConfig,
+    stage: int = 0,
 ) -> list[BuiltRank]:
-    """Return all ranks of a cluster; ValueError for what dsx does not serve.
-
-    Once in a process: DeepSpeed keeps the groups of the first world that it is in.
-    """
+    """Return all ranks of a pipeline stage; ValueError for what dsx does not serve."""
     kind = document.get("optimizer", {}).get("type", _SERVED[0])
     if kind not in _SERVED:
         raise ValueError(
@@ -63,16 +44,23 @@ def build_ranks(
             "of them to see the rest of the run"
         )
     inner = {k: v for k, v in document.items() if k not in ("dsx", "optimizer", "scheduler")}
-    with _quietly(), in_cluster(0, cluster.ranks), no_memory():
-        from dsx.engines.deepspeed.engine import DeepSpeedAdapter, start_engine
+    together = cluster.ranks_per_stage
+    ranks = range(stage * together, (stage + 1) * together)
+    found: list[BuiltRank] = []
+    with _quietly(), in_cluster(ranks[0], cluster.ranks), _fresh_groups(), no_memory():
+        from dsx.engines.deepspeed.engine import DeepSpeedAdapter, adopt_world, start_engine
 
-        module = Shapes(model.stage(Stage()), _dtype(document))
+        adopt_world()
+        module = module_of(model, cluster, _dtype(document))
         numel = sum(p.numel() for p in module.parameters())
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        engine = start_engine(model=module, optimizer=optimizer, config=inner)[0]
+        given: dict[str, Any] = {"model": module, "optimizer": optimizer, "config": inner}
+        if cluster.context > 1:
+            given["mpu"] = _sequence_mpu(cluster.context)
+        with _elsewhere():
+            engine = start_engine(**given)[0]
         method, is_on_host = config.method, config.state.is_on_host
-        found: list[BuiltRank] = []
-        for rank in range(cluster.ranks):
+        for rank in ranks:
             with seen_from(rank):
                 adapter = DeepSpeedAdapter(
                     engine, method.fragments, is_on_host, method.schedule.backwards
@@ -80,6 +68,58 @@ def build_ranks(
                 found.append(_read(adapter, rank, numel))
         engine.destroy()
     return found
+
+
+def _sequence_mpu(size: int) -> Any:
+    """Return DeepSpeed's mpu of sequence parallelism, made for this world."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(size)
+    return parallel_state_sp
+
+
+@contextmanager
+def _elsewhere() -> Generator[None, None, None]:
+    """Let the engine start as on the run's machines: in fp16, whatever this one's accelerator does.
+
+    A pipeline's engine prints zeros for the parameters of all stages: two sums over its ranks, read
+    back from a tensor that has no values here.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake: Any = FakeTensor
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    tolist, is_supported = fake.tolist, accelerator.is_fp16_supported
+
+    def zeros(tensor: Any) -> Any:
+        is_pair = tensor.dtype == torch.int64 and tuple(tensor.shape) == (2,)
+        return [0, 0] if is_pair else tolist(tensor)
+
+    fake.tolist, accelerator.is_fp16_supported = zeros, lambda: True
+    try:
+        yield
+    finally:
+        fake.tolist, accelerator.is_fp16_supported = tolist, is_supported
+
+
+@contextmanager
+def _fresh_groups() -> Generator[None, None, None]:
+    """Let DeepSpeed know no groups of a world before, and forget those of this one."""
+    comm, groups, sequence = (
+        importlib.import_module(f"deepspeed.{name}")
+        for name in ("comm.comm", "utils.groups", "runtime.sequence_parallel.parallel_state_sp")
+    )
+    kept = [(module, dict(vars(module))) for module in (comm, groups, sequence)]
+    for module, values in kept:
+        for name, value in values.items():
+            if isinstance(value, dict) and name.startswith("_") and name.isupper():
+                setattr(module, name, {})
+    comm.__dict__["cdb"] = None
+    try:
+        yield
+    finally:
+        for module, values in kept:
+            vars(module).update(values)
 
 
 def _read(adapter: Any, rank: int, numel: int) -> BuiltRank:

@@ -15,6 +15,7 @@ from dsx.config.schema import DsxConfig, load_config
 from dsx.core.requirements import installed_version
 from dsx.core.types import Stage
 from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.plan.deepspeed_layers import layers_of_stage
 from dsx.plan.link import Link
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
 from dsx.plan.predict import predict
@@ -176,24 +177,30 @@ def build(asked: Asked) -> DryRun:
     require_served(config.method, files.cluster)
     config.method.validate(num_clusters=config.clusters.num_clusters)
     refuse_stages(config.divergence, files.cluster.pipeline)
-    if is_json and asked.build is not None:
-        raise ValueError("--build is for a file of flags: of a DeepSpeed JSON all ranks are built")
     if asked.latency_ms and asked.gbps is None:
         raise ValueError("--latency-ms is of a line: give its --gbps, too")
     wanted = _stages(asked.build, files)
-    if is_json:
-        from dsx.bench.dry_run.deepspeed import build_ranks
-
-        built = {0: figures_of(build_ranks(files.model, files.cluster, document, config), config)}
-    else:
+    if not is_json:
         _require_built(asked.source)
-        built = {stage: _megatron_stage(files, config, stage) for stage in wanted}
+    of_stage = _deepspeed_stage if is_json else _megatron_stage
+    built = {stage: of_stage(files, config, stage, document) for stage in wanted}
     count = files.cluster.pipeline
     stages = [built[_like(i, built, files)].at(Stage(i, count)) for i in range(count)]
     return DryRun(asked, files, config, stages, sorted(built))
 
 
-def _megatron_stage(files: ModelFiles, config: DsxConfig, stage: int) -> StageFigures:
+def _deepspeed_stage(
+    files: ModelFiles, config: DsxConfig, stage: int, document: Mapping[str, Any]
+) -> StageFigures:
+    from dsx.bench.dry_run.deepspeed import build_ranks
+
+    ranks = build_ranks(files.model, files.cluster, document, config, stage)
+    return figures_of(ranks, config)
+
+
+def _megatron_stage(
+    files: ModelFiles, config: DsxConfig, stage: int, document: Mapping[str, Any]
+) -> StageFigures:
     from dsx.bench.dry_run.megatron import build_rank, ranks_of_stage
 
     cluster = files.cluster
@@ -204,12 +211,19 @@ def _megatron_stage(files: ModelFiles, config: DsxConfig, stage: int) -> StageFi
     return figures_of(ranks, config)
 
 
-def _kind(stage: int, files: ModelFiles) -> tuple[bool, bool, tuple[bool, ...]]:
-    """Return what stages that are alike have in common: first, last, which layers have experts."""
-    count, experts = files.cluster.pipeline, files.model.experts
-    layers = files.cluster.layers_of(files.model, stage)
+def _kind(stage: int, files: ModelFiles) -> tuple[object, ...]:
+    """Return what stages that are alike have in common.
+
+    First, last, which layers have experts, and of DeepSpeed's pipelines what each layer holds.
+    """
+    cluster, experts = files.cluster, files.model.experts
+    count, held = cluster.pipeline, ()
+    layers = cluster.layers_of(files.model, stage)
     has = tuple(experts is not None and experts.layers[layer] for layer in layers)
-    return stage == 0, stage == count - 1, has
+    if cluster.partition is not None:
+        own = layers_of_stage(files.model, Stage(stage, count), cluster.partition)
+        held = tuple(layer.numel for _, layer in own)
+    return stage == 0, stage == count - 1, has, held
 
 
 def _like(stage: int, built: Iterable[int], files: ModelFiles) -> int:

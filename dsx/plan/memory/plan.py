@@ -22,6 +22,7 @@ from dsx.plan.inner_memory import InnerMemory
 from dsx.plan.model_files import (
     Batch,
     Cluster,
+    copies_before,
     held_on_rank,
     inner_of,
     stage_shapes,
@@ -86,9 +87,10 @@ def plan_stage(
     assignment = assign_stage(method.fragments, shapes, stage)
     wholes = {p.name: p.shape for p in shapes}
     held = _held_by_rank(model, cluster, stage)
+    copies = copies_before(model, cluster, stage)
     layouts = [
         lay_out(assignment, pieces, wholes, stage.index)
-        for pieces in _pieces_by_rank(cluster, assignment, wholes, held)
+        for pieces in _pieces_by_rank(cluster, assignment, wholes, held, copies)
     ]
     rank = _largest(config, layouts)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
@@ -171,22 +173,28 @@ def _pieces_by_rank(
     assignment: Sequence[Sequence[str]],
     wholes: Mapping[str, tuple[int, ...]],
     held: Sequence[tuple[_Run, _Run]],
+    copies: Sequence[ParameterShape],
 ) -> list[Pieces]:
     """Return the masters that each rank of the stage serves.
 
     Equal parts of each parameter (ZeRO-3), equal runs of all of them in the model's order, whatever
-    the fragments (ZeRO-1 and 2), or equal runs of every fragment.
+    the fragments (ZeRO-1 and 2), or equal runs of every fragment. `copies` of tied weights, which
+    another stage serves, have their place in the second.
     """
     found: list[Pieces] = []
-    rows = [list(wholes)] if cluster.zero_stage in (1, 2) else assignment
+    is_flat = cluster.zero_stage in (1, 2)
+    rows = [list(wholes)] if is_flat else assignment
+    before = {shape.name: shape.shape for shape in copies} if is_flat else {}
+    sizes = {**before, **wholes}
     for runs in held:
         pieces: dict[str, tuple[tuple[int, ...], int]] = {}
         for names, rank, ranks in runs:
             for fragment in rows:
                 mine = [n for n in fragment if n in names]
+                mine = [*before, *mine] if mine else []
                 for row in [[n] for n in mine] if cluster.zero_stage == 3 else [mine]:
-                    _cut(pieces, row, wholes, rank, ranks)
-        found.append(pieces)
+                    _cut(pieces, row, sizes, rank, ranks)
+        found.append({name: piece for name, piece in pieces.items() if name not in before})
     return found
 
 
