@@ -87,7 +87,11 @@ def _copy_what_is_written_beside() -> None:
     from tests.launch import megatron_lm_on_cpu  # by its name, which another process can import
 
     caller: Any = beside.PersistentAsyncCaller
+    megatron_lm_on_cpu.own_loop = caller.async_loop
     caller.async_loop = staticmethod(megatron_lm_on_cpu.write_beside)
+
+
+own_loop: Any = None  # of who writes, in a rank and in what it forks
 
 
 def write_beside(*arguments: Any) -> None:
@@ -97,7 +101,7 @@ def write_beside(*arguments: Any) -> None:
     cuda.set_device = cuda.synchronize = lambda *args: None
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    PersistentAsyncCaller.async_loop(*arguments)
+    (own_loop or PersistentAsyncCaller.async_loop)(*arguments)
 
 
 def serve(tree: Path) -> None:
