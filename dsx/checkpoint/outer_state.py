@@ -47,6 +47,7 @@ from dsx.outer.resuming import Unresumed
 from dsx.outer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
+_OF_OLDER_FILES = {"outer_optimizer.state_dtype": "fp32"}  # settings that they do not name yet
 _ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
 
 
@@ -292,6 +293,8 @@ def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any], num_fragments
         if where == "fragments.num_fragments":
             counts = (num_fragments, len(saved.meta["kinds"]["parameters"]))
             our, their = _counted(our, counts[0]), _counted(their, counts[1])
+        if their is None:
+            their = _OF_OLDER_FILES.get(where)
         if our != their:
             logger.warning(
                 "%s was saved with %s=%s; going on with %s", saved.path, where, their, our
