@@ -229,7 +229,19 @@ def _is_of_this_layout(
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
     theirs = (reference.meta["rank_info"]["rank"], saved.num_ranks, saved.num_clusters)
     is_same = ours == theirs and saved.members == [*loop.transport.seat.ids]
+    if is_same and _have_other_storage(loop, reference):
+        return False  # residuals are read in fp32 then, and coded anew
     return is_same and all(reference.meta[k] == value for k, value in layouts(loop).items())
+
+
+def _have_other_storage(loop: OuterLoop, reference: SavedRank) -> bool:
+    """Whether this run keeps any residual in another format than it was saved in."""
+    for fragment in loop.adapter.fragments:
+        saved = reference.meta["codec_errors"][fragment.id]
+        own = errors(loop, fragment)
+        if any(n in saved and own[n]["storage"] != saved[n]["storage"] for n in own):
+            return True
+    return False
 
 
 def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
