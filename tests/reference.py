@@ -47,6 +47,7 @@ class Recipe:
     code: Callable[[Tensor], Tensor] | None = None  # what is decoded of a tensor that is sent
     feedback: bool = False  # x = D + e is sent, and e is what its code has lost
     code_of_mean: Callable[[Tensor], Tensor] | None = None  # of y = mean + e, sent by its owner
+    kept: Callable[[Tensor, str, int], Tensor] | None = None  # of a parameter's buffer, by round
 
 
 @dataclass
@@ -256,6 +257,9 @@ class Reference:
             gradient = self.penalised(n, flight)
             update = self.outer_update(self.buffer[n], gradient)
             self.anchor[n] -= update
+            if self.recipe.kept is not None:
+                round = self.clock.num_rounds[flight.fragment]
+                self.buffer[n] = self.recipe.kept(self.buffer[n], n, round)
             if self.recipe.delay == "shift":  # CocktailSGD: out with one's own, in with all's
                 for m, theta in enumerate(self.local):
                     theta[n] += flight.own[m][n] - update

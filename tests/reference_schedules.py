@@ -18,16 +18,19 @@ class Clock:
     under_way: list[int] = field(default_factory=list)
     rate: list[float] = field(default_factory=list)  # R_p, infinite before the first
     num_applied: int = 0
+    num_rounds: list[int] = field(default_factory=list)  # applied of each
 
     def __post_init__(self) -> None:
         self.launched = [0] * self.num_fragments
         self.under_way = [0] * self.num_fragments
         self.rate = [math.inf] * self.num_fragments
+        self.num_rounds = [0] * self.num_fragments
 
     def complete(self, p: int, interval: int, mean: dict[str, Tensor]) -> None:
         """Note an applied transfer; R_p = |D_p| / I_p."""
         self.under_way[p] = max(0, self.under_way[p] - 1)
         self.num_applied += 1
+        self.num_rounds[p] += 1
         norm = math.sqrt(sum(d.double().square().sum().item() for d in mean.values()))
         self.rate[p] = norm / interval
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dsx.config.schema import preset, resolve_method
 from dsx.method.method import Method
 from tests.reference import Recipe
+from tests.reference_rounding import kept_momentum
 from tests.reference_schedules import Adaptive
 
 WIDTH = 6
@@ -35,13 +36,15 @@ class Case(NamedTuple):
     """A preset with overrides, the same in the papers' symbols, and what it keeps.
 
     `vectors` counts fp32 values per parameter that outer state takes: anchor, slots, and a wire
-    buffer and what is kept for every transfer under way.
+    buffer and what is kept for every transfer under way. `atol` is how far from the
+    reference it may be: where it rounds, a last bit may decide which way.
     """
 
     preset: str
     overrides: dict[str, Any]
     recipe: Recipe
-    vectors: int
+    vectors: float
+    atol: float = 2e-6
 
     def method(self, num_clusters: int = 2) -> Method:
         return preset(self.preset, num_clusters, **self.overrides)
@@ -258,6 +261,17 @@ VARIANTS: dict[str, Case] = {
         {"schedule": EVERY_H, "outer_optimizer": {"clip": 0.02}},
         Recipe([ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9, clip=0.02),
         3,
+    ),
+    "streaming, momentum in bf16": Case(
+        "streaming_diloco",
+        {
+            **_STREAM,
+            "delay": {"steps": 2, "alpha": 0.3},
+            "outer_optimizer": {"state_dtype": "bf16"},
+        },
+        Recipe(STRIDED, H, True, 2, 0.3, "nesterov", 0.4, 0.9, kept=kept_momentum),
+        2.5,
+        atol=1e-3,
     ),
     "cocodc without compensation": Case(
         "cocodc",

@@ -47,6 +47,7 @@ from dsx.outer.resuming import Unresumed
 from dsx.outer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
+_OF_OLDER_FILES = {"outer_optimizer.state_dtype": "fp32"}  # settings that they do not name yet
 _ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
 
 
@@ -228,7 +229,19 @@ def _is_of_this_layout(
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
     theirs = (reference.meta["rank_info"]["rank"], saved.num_ranks, saved.num_clusters)
     is_same = ours == theirs and saved.members == [*loop.transport.seat.ids]
+    if is_same and _have_other_storage(loop, reference):
+        return False  # residuals are read in fp32 then, and coded anew
     return is_same and all(reference.meta[k] == value for k, value in layouts(loop).items())
+
+
+def _have_other_storage(loop: OuterLoop, reference: SavedRank) -> bool:
+    """Whether this run keeps any residual in another format than it was saved in."""
+    for fragment in loop.adapter.fragments:
+        saved = reference.meta["codec_errors"][fragment.id]
+        own = errors(loop, fragment)
+        if any(n in saved and own[n]["storage"] != saved[n]["storage"] for n in own):
+            return True
+    return False
 
 
 def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
@@ -292,6 +305,8 @@ def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any], num_fragments
         if where == "fragments.num_fragments":
             counts = (num_fragments, len(saved.meta["kinds"]["parameters"]))
             our, their = _counted(our, counts[0]), _counted(their, counts[1])
+        if their is None:
+            their = _OF_OLDER_FILES.get(where)
         if our != their:
             logger.warning(
                 "%s was saved with %s=%s; going on with %s", saved.path, where, their, our

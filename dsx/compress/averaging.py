@@ -19,13 +19,12 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsx.compress.error_feedback import ErrorFeedback
+from dsx.compress.error_feedback import ErrorFeedback, Residual
 from dsx.compress.slices import (
     GATHERED_UP_TO,
     SENT,
@@ -144,8 +143,7 @@ class CodedMean:
         """
         assert self._encoder is not None, "opened for codes that are made by the exchange"
         outgoing = self._outgoing_of(number)
-        with _opened(residual) as lost:
-            self._encode(self._encoder, x, lost, seed, outgoing)
+        self._encode(self._encoder, x, residual, seed, outgoing)
         for data, (start, stop) in zip(outgoing, self._bounds, strict=True):
             self._encoder.decode(data, x[start:stop])
 
@@ -164,8 +162,7 @@ class CodedMean:
         """
         outgoing = self._outgoing_of(number)
         if self._encoder is None:
-            with _opened(residual) as lost:
-                self._encode(self._codec, x, lost, seed, outgoing)
+            self._encode(self._codec, x, residual, seed, outgoing)
         position, owners = self._seat.position, self._owners
         own, incoming = owners[position], list(self._incoming)
         incoming.insert(position, [outgoing[s] for s in own])
@@ -175,12 +172,8 @@ class CodedMean:
             self._decode_mean(copies, x[start:stop])
         if self._is_gathered:
             return x
-        first = self._bounds[own[0]][0]
-        with _opened(of_mean) as lost:
-            for s in own:
-                start, stop = self._bounds[s]
-                of_slice = None if lost is None else lost[start - first : stop - first]
-                _encode(self._mean_codec, x[start:stop], of_slice, self._means[s], seed)
+        pieces = [(*self._bounds[s], self._means[s], seed) for s in own]
+        _encode(self._mean_codec, x, of_mean, pieces)
         means = [[self._means[s] for s in theirs] for theirs in owners]
         yield to_all(means[position], means)
         for (start, stop), mean in zip(self._bounds, self._means, strict=True):
@@ -194,18 +187,24 @@ class CodedMean:
     def recode(self, x: Tensor, residual: ErrorFeedback | None = None, seed: int = 0) -> None:
         """Make `residual` what the exchange of `x`, used up, would have left."""
         if self._encoder is None and residual is not None:
-            with residual.opened() as lost:
-                self._encode(self._codec, x, lost, seed, self._outgoing_of(0))
+            self._encode(self._codec, x, residual, seed, self._outgoing_of(0))
 
     def _outgoing_of(self, number: int) -> list[Tensor]:
         return self._outgoing[number % len(self._outgoing)]
 
     def _encode(
-        self, codec: Codec, x: Tensor, residual: Tensor | None, seed: int, outgoing: list[Tensor]
+        self,
+        codec: Codec,
+        x: Tensor,
+        residual: ErrorFeedback | None,
+        seed: int,
+        outgoing: list[Tensor],
     ) -> None:
-        for m, (start, stop) in enumerate(self._bounds):
-            lost = None if residual is None else residual[start:stop]
-            _encode(codec, x[start:stop], lost, outgoing[m], seed + 7_919 * m)
+        pieces = [
+            (start, stop, outgoing[m], seed + 7_919 * m)
+            for m, (start, stop) in enumerate(self._bounds)
+        ]
+        _encode(codec, x, residual, pieces)
 
     def _decode_mean(self, incoming: Sequence[Tensor], out: Tensor) -> None:
         """Write the mean of the received codes into `out`, summed in cluster order."""
@@ -215,15 +214,35 @@ class CodedMean:
         out.div_(self._seat.num_clusters)
 
 
-def _opened(residual: ErrorFeedback | None) -> AbstractContextManager[Tensor | None]:
-    return nullcontext() if residual is None else residual.opened()
+def _encode(
+    codec: Codec,
+    x: Tensor,
+    residual: ErrorFeedback | None,
+    pieces: Sequence[tuple[int, int, Tensor, int]],
+) -> None:
+    """Encode pieces of `x` in a row, used up: each from where, to where, its message and seed.
 
-
-def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed: int) -> None:
+    `residual` is of all of them together.
+    """
     if residual is None:
-        codec.encode(x, out, seed)
-    else:
-        codec.encode_with_feedback(x, residual, out, seed)
+        for start, stop, out, seed in pieces:
+            codec.encode(x[start:stop], out, seed)
+        return
+    first, last = pieces[0][0], pieces[-1][1]
+    if isinstance(residual, Residual) and residual.is_in_place:
+        run = x[first:last]
+        residual.add_to(run)
+        for start, stop, out, seed in pieces:
+            codec.encode(x[start:stop], out, seed)
+        run.neg_()
+        for start, stop, out, _ in pieces:
+            codec.decode_add(out, x[start:stop])
+        residual.write(torch.sub(0.0, run, out=run))  # no -0: as of a difference
+        return
+    with residual.opened() as lost:
+        for start, stop, out, seed in pieces:
+            part = lost[start - first : stop - first]
+            codec.encode_with_feedback(x[start:stop], part, out, seed)
 
 
 class DenseChannel:

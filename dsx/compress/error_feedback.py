@@ -9,7 +9,8 @@ so that what clusters apply adds up to what they have sent. Matrices in factors 
 int8 of their mean adds 0.04 to 0.4 % to the error that factors make.
 
 `storage` is fp32 (4 bytes per element; decoded + residual is the input to one rounding), bf16 (2)
-or int8 in groups of 256 (1.008), whose own rounding is then lost.
+or int8 in groups of 256 (1.008), whose own rounding is then lost. What is stored in less is never
+all in fp32 where the values are used up by their encoding: what is lost is made in their place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.wire.base import Wire
-from dsx.compress.wire.formats import FORMATS, Storage
+from dsx.compress.wire.formats import FORMATS, Storage, is_made_in_place
 from dsx.core.buffers import Opening
 
 
@@ -56,13 +57,22 @@ def read_part(
 
 
 class Residual:
-    """The residual of `numel` elements, on the CPU; `stored` is what a checkpoint keeps."""
+    """The residual of `numel` elements, on the CPU; `stored` is what a checkpoint keeps.
+
+    `is_in_place`: it may be made in the place of the values, and is, if it is stored in less.
+    """
 
     def __init__(
-        self, numel: int, storage: Storage, decay: float, opening: Opening | None = None
+        self,
+        numel: int,
+        storage: Storage,
+        decay: float,
+        opening: Opening | None = None,
+        is_in_place: bool = False,
     ) -> None:
         self.numel = numel
         self.storage = storage
+        self.is_in_place = is_in_place and is_made_in_place(storage, decay)
         self._decay = decay
         opening = opening or Opening()
         self._work = opening.work
@@ -82,6 +92,11 @@ class Residual:
         values = torch.empty(self.numel)
         self._codec.decode(self.stored, values)
         return values
+
+    def add_to(self, values: Tensor) -> None:
+        """Add it to `values` `[numel]`, as it is stored; only if `is_in_place`."""
+        assert self.is_in_place
+        self._codec.decode_add(self.stored, values)
 
     def write(self, values: Tensor) -> None:
         """Replace the residual by `values` `[numel]`, as near as its storage allows."""

@@ -44,7 +44,7 @@ from dsx.compress.quantized import (
 )
 from dsx.compress.slices import Rounds, most_work, no_rounds
 from dsx.compress.wire.base import Wire
-from dsx.compress.wire.formats import FORMATS
+from dsx.compress.wire.formats import FORMATS, is_made_in_place
 from dsx.core.buffers import Opening
 from dsx.core.checks import require_choice
 from dsx.core.membership import Seat
@@ -209,6 +209,12 @@ class LowRank(Quantized):
             self.residual_bytes(runs_of(rest), num_clusters),
         )
         return (warm + kinds[0] + kinds[1]).tolist()
+
+    def shared_work_bytes(self, fragment: Fragment) -> int:
+        """Return what the product of the own factors of the largest matrix takes in fp32."""
+        if not is_made_in_place(self.error_feedback, self.feedback_decay):
+            return super().shared_work_bytes(fragment)
+        return 4 * max((slot.numel for slot in self.split(fragment)[0]), default=0)
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0

@@ -171,11 +171,18 @@ class LowRankChannel:
 
     def _keep_residuals(self, x: Tensor) -> None:
         """Let every residual be what the own factors miss of `x`."""
+        if any(part.residual is not None and part.residual.is_in_place for part in self._dense):
+            for matrix in self._matrices:
+                matrix.leave_lost(self._opening.work)
         for part in self._dense:
-            if part.residual is not None:
-                with part.residual.opened() as residual:
-                    for matrix in self._matrices:
-                        matrix.write_lost(residual, part.start, part.stop)
+            if part.residual is None:
+                continue
+            if part.residual.is_in_place:
+                part.residual.write(x[part.start : part.stop])
+                continue
+            with part.residual.opened() as residual:
+                for matrix in self._matrices:
+                    matrix.write_lost(residual, part.start, part.stop)
 
     def _coded_parts(
         self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True

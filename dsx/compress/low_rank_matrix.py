@@ -18,7 +18,7 @@ from dsx.compress.factors import UpCodec, product
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
-from dsx.core.buffers import Opening
+from dsx.core.buffers import Opening, SharedWork
 from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
@@ -181,10 +181,12 @@ class LowRankMatrix:
             return
         place = slot.offset - start
         lost = residual[place : place + slot.numel].view(self._m, self._n)
-        own = self._work("q", (self.rank, self._n))
-        self.q.decode_own(own)
-        torch.mm(self._decoded_p().T, own, out=lost)
-        torch.sub(self._matrix, lost, out=lost)
+        torch.sub(self._matrix, self._own_product(lost), out=lost)
+
+    def leave_lost(self, work: SharedWork) -> None:
+        """Let the matrix be what the own codes miss of it, until `write_mean`."""
+        with work.taken(self._slot.numel) as space:
+            self._matrix.sub_(self._own_product(space.view(self._m, self._n)))
 
     def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
         """Return the squared singular values of the mean, descending, and |M|_F^2 to match.
@@ -199,6 +201,12 @@ class LowRankMatrix:
             return squares, kept + self._missed_square
         share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
         return squares, kept / share
+
+    def _own_product(self, out: Tensor) -> Tensor:
+        """Return in `out` what everybody decodes of this cluster's Q, with the mean P."""
+        own = self._work("q", (self.rank, self._n))
+        self.q.decode_own(own)
+        return torch.mm(self._decoded_p().T, own, out=out)
 
     @property
     def _round_seed(self) -> int:

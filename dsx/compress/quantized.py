@@ -28,7 +28,7 @@ from dsx.compress.slices import (
     side_by_side,
 )
 from dsx.compress.wire.base import Kernels, Rounding, Wire
-from dsx.compress.wire.formats import FORMATS, decoding_work
+from dsx.compress.wire.formats import FORMATS, decoding_work, is_made_in_place
 from dsx.core.buffers import Opening
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
@@ -225,7 +225,9 @@ class Quantized(Compressor):
         return (self.message_bytes(runs, num_clusters, at_launch) + beside + work).tolist()
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
-        """Return what the longest residual takes in fp32, if it is stored in less."""
+        """Return what the longest residual takes in fp32, if it is stored in less, and fades."""
+        if is_made_in_place(self.error_feedback, self.feedback_decay):
+            return 0
         return residual_work(self.error_feedback, fragment)
 
     def message_bytes(
@@ -257,8 +259,11 @@ class Quantized(Compressor):
         return [*own, *self.storage_work(runs)]
 
     def storage_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
-        """Return what those work in that store the residuals of runs."""
-        return [form.work(b - a) for a, b in runs for form in residual_formats(self.error_feedback)]
+        """Return what those work in that store the residuals of runs, and add them to values."""
+        storage, forms = self.error_feedback, residual_formats(self.error_feedback)
+        if is_made_in_place(storage, self.feedback_decay):
+            forms = [FORMATS[storage]()]
+        return [form.work(b - a) for a, b in runs for form in forms]
 
     def mean_bounds(
         self, numel: int, num_clusters: int, num_slices: int | None = None

@@ -80,9 +80,14 @@ class CodedPart(CodedRun):
 
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
-        if self.residual is not None:
-            with self.residual.opened() as residual:
-                x[self.start : self.stop].add_(residual)
+        if self.residual is None:
+            return
+        run = x[self.start : self.stop]
+        if self.residual.is_in_place:
+            self.residual.add_to(run)
+            return
+        with self.residual.opened() as residual:
+            run.add_(residual)
 
     def _seed_of(self, launch: Launch) -> int:
         return self._seed + 1_000_003 * launch.round
@@ -99,4 +104,4 @@ def _residual(
     """Return a residual of `numel` elements, or None without error feedback or elements."""
     if storage == "none" or not numel:
         return None
-    return Residual(numel, storage, method.feedback_decay, opening)
+    return Residual(numel, storage, method.feedback_decay, opening, is_in_place=True)

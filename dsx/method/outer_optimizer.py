@@ -12,13 +12,16 @@ bit-identical across clusters. `update` works in place and allocates nothing.
 Deviations: SlowMo scales by the inner learning rate gamma; as in the paper's own experiments at a
 constant rate we leave it out by default (the two are then the same rule) and offer `scale_by_lr`.
 The clip clamps what is applied, never the buffer, as CO2's algorithm says.
+
+With `state_dtype` "bf16" buffers are rounded to bf16 behind each update, which itself sees and
+makes fp32 ones (outer/outer_update.py).
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
@@ -32,6 +35,7 @@ from dsx.method.stability import LinearRule
 if TYPE_CHECKING:
     from torch import Tensor
 
+StateDtype = Literal["fp32", "bf16"]
 ClipUnit = Literal["absolute", "rms"]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
@@ -55,7 +59,10 @@ class OuterContext:
 class OuterOptimizer(Protocol):
     """A rule that turns a pseudo-gradient into an update; a new one says `validate` and `update`.
 
-    - `slots`: names of its fp32 state buffers `[numel]`, each zero at the start;
+    - `slots`: names of its state buffers `[numel]`, each zero at the start; `update` gets them in
+      fp32;
+    - `state_dtype`: what they are kept in from round to round; with "bf16" `update` is called for
+      parts of a fragment, unless it measures tensors;
     - `keeps_anchor`: whether there is an anchor to move at all;
     - `has_momentum`: whether a staleness penalty on the gradient makes sense;
     - `stability_rule`: as which of stability.py's rules its `lr` and `momentum` can diverge; None
@@ -63,6 +70,7 @@ class OuterOptimizer(Protocol):
     """
 
     slots: tuple[str, ...] = ()
+    state_dtype: StateDtype = "fp32"
     keeps_anchor: bool = True
     has_momentum: bool = False
     stability_rule: LinearRule | None = None
@@ -156,6 +164,8 @@ class Momentum(OuterOptimizer):
     """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
     """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
+    state_dtype: StateDtype = "fp32"
+    """What the momentum is kept in; bf16, rounded at random, takes half the bytes."""
 
     slots = ("momentum",)
     has_momentum = True
@@ -181,6 +191,7 @@ class Momentum(OuterOptimizer):
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
+        require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
@@ -215,6 +226,8 @@ class Nesterov(OuterOptimizer):
     """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
     """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
+    state_dtype: StateDtype = "fp32"
+    """What the momentum is kept in; bf16, rounded at random, takes half the bytes."""
 
     slots = ("momentum",)
     has_momentum = True
@@ -233,6 +246,7 @@ class Nesterov(OuterOptimizer):
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
+        require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
@@ -255,6 +269,8 @@ class Adam(OuterOptimizer):
     """The decays of the two moving averages, each from 0 and below 1."""
     eps: Positive = 1e-8
     """What is added to the root of the second average, above 0."""
+    state_dtype: StateDtype = "fp32"
+    """What both averages are kept in; bf16, rounded at random, takes half the bytes."""
 
     slots = ("exp_avg", "exp_avg_sq")
 
@@ -266,6 +282,7 @@ class Adam(OuterOptimizer):
     def validate(self) -> None:
         """Require positive lr and eps, and both betas in [0, 1)."""
         require_bounds("outer_optimizer", self)
+        require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return the bias-corrected step, in place of `grad`."""
@@ -280,6 +297,12 @@ class Adam(OuterOptimizer):
         root = torch.sqrt(square, out=scratch).div_(math.sqrt(1 - beta2**context.round))
         update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=grad)
         return update.div_(root.add_(self.eps))
+
+
+def slot_dtypes(rule: OuterOptimizer, names: Sequence[str]) -> dict[str, str]:
+    """Return torch's name of what each buffer is kept in: fp32, but for the rule's own."""
+    own = "bfloat16" if rule.state_dtype == "bf16" else "float32"
+    return {name: own if name in rule.slots else "float32" for name in names}
 
 
 def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:

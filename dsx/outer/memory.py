@@ -3,13 +3,15 @@
 With n fp32 elements of masters on the rank (its ZeRO shard), w of them as they travel (other than n
 only where whole matrices are put together), b = 1 + rounds under way, L the largest fragment:
 
-    anchor 4n, outer optimizer 4n per slot, delay policy 4n per slot (+ 4nb for what it keeps),
+    anchor 4n, outer optimizer 4n per slot, or 2n in bf16, delay policy 4n per slot, but as the
+    outer optimizer where it has the same, too (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
     attempts: what is sent, kept as it was, 4wb (on the host, pinned; where codes are made at the
     launch, they are kept instead), and the codec's state of before the attempt under way,
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
     work space: 2 vectors of L shared by all fragments; one more where local parameters, or
-    penalties of single elements, go into the outer step, and where norms of tensors are taken,
+    penalties of single elements, go into the outer step, and where norms of tensors are taken;
+    with slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
@@ -34,10 +36,13 @@ from dsx.core.exchange import HASHED_ON_ACCELERATOR, HASHED_PAIRS
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
+from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.sideband import sideband_shape
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
 _AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
+ROUNDED_TOGETHER = 1 << 20  # elements of slots in bf16 that are stepped at a time
+_NOISE_BYTES = 3 * 4  # of each of them
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 
@@ -121,22 +126,39 @@ def predict(
     of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     sent = 0 if method.encodes_at_launch else wire
+    longest = max((f.numel for f in fragments), default=0)
     hashed = _HASH_BYTES
     if is_on_accelerator:
         hashed += 8 * HASHED_PAIRS * (HASHED_ON_ACCELERATOR - 1)
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
-        outer_optimizer=4 * numel * len(outer.slots),
-        delay=4 * (numel * len(delay.slots(outer.slots)) + kept),
+        outer_optimizer=slots_bytes(outer, outer.slots, numel),
+        delay=slots_bytes(outer, delay.slots(outer.slots), numel) + 4 * kept,
         staleness=4 * of_staleness,
         codec=codec,
         transfers=4 * buffers * (wire + sum(sidebands)),
         attempts=4 * buffers * (sent + sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * _num_work_vectors(method) * max((f.numel for f in fragments), default=0)
+        work_space=4 * _num_work_vectors(method) * longest
+        + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
+
+
+def slots_bytes(outer: OuterOptimizer, names: Sequence[str], numel: int) -> int:
+    """Return the bytes of buffers of `numel` elements, some of which are the outer rule's."""
+    kinds = slot_dtypes(outer, names).values()
+    return numel * sum({"float32": 4, "bfloat16": 2}[kind] for kind in kinds)
+
+
+def _rounding_bytes(outer: OuterOptimizer, longest: int) -> int:
+    """Return what slots in bf16 are stepped and rounded in (outer_update.py)."""
+    if outer.state_dtype == "fp32":
+        return 0
+    tile = min(longest, ROUNDED_TOGETHER)
+    in_fp32 = longest if outer.measures_tensors else tile
+    return 4 * len(outer.slots) * in_fp32 + _NOISE_BYTES * tile
 
 
 def _num_work_vectors(method: Method) -> int:

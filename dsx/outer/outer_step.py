@@ -23,6 +23,7 @@ from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext
 from dsx.outer.deferral import Deferral
+from dsx.outer.outer_update import OuterUpdate
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -67,6 +68,9 @@ class OuterStep:
         self._state = state
         self._per_tensor = per_tensor
         self._num_clusters = num_clusters
+        self._outer_update = OuterUpdate(
+            adapter.fragments, state.allocator.work_space("work_space")
+        )
 
     def take(self, arrival: Arrival, history: History) -> None:
         """Take the step that an arrival calls for; without a mean, only the merge."""
@@ -115,9 +119,7 @@ class OuterStep:
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )
         self._state.before_write(fragment)
-        update = self._ladder.outer_optimizer(history).update(
-            gradient, slots.outer, self._context(fragment, history)
-        )
+        update = self._update(gradient, slots.outer, fragment, history, "outer")
         staleness.remember(update, slots.staleness, per_tensor)
         self._state.anchor[fragment].sub_(update)
         return update
@@ -143,9 +145,7 @@ class OuterStep:
             own=[kept for kept in own if kept is not None],
             slots=slots,
             scratch=self._state.scratch(fragment, "work"),
-            outer_update=lambda w: self._ladder.outer_optimizer(history).update(
-                w, slots, self._context(fragment, history)
-            ),
+            outer_update=lambda w: self._update(w, slots, fragment, history, "delay"),
             per_tensor=self._per_tensor[fragment],
             num_clusters=self._num_averaged(launched),
             age=age,
@@ -167,11 +167,21 @@ class OuterStep:
         """Hand the fragment back to the engine."""
         self._adapter.write(arrival.fragment, merged)
 
-    def _context(self, fragment: int, history: History) -> OuterContext:
+    def _update(
+        self,
+        gradient: Tensor,
+        slots: Mapping[str, Tensor],
+        fragment: int,
+        history: History,
+        owner: str,
+    ) -> Tensor:
+        """Let the outer rule move `slots`, in place of `gradient`."""
         of_left_boundary = self._deferral.inner_lr
-        return OuterContext(
+        context = OuterContext(
             history.rounds[fragment],
             self._adapter.inner_lr() if of_left_boundary is None else of_left_boundary,
             self._state.scratch(fragment, "work"),
             self._per_tensor[fragment],
         )
+        rule = self._ladder.outer_optimizer(history)
+        return self._outer_update.of(rule, gradient, slots, context, fragment, owner)

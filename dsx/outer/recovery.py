@@ -290,7 +290,10 @@ class Recovery:
             progress = Progress(what, 4 * sum(tensor.numel() for tensor in tensors), is_told)
             for index, tensor in enumerate(tensors):
                 if tensor.numel():
-                    self._transport.spread(fragment, tensor, chain, progress.moved, index)
+                    sent = tensor.float()  # a copy only of what is kept in less
+                    self._transport.spread(fragment, sent, chain, progress.moved, index)
+                    if sent is not tensor:
+                        tensor.copy_(sent)
         else:
             for tensor in shared:
                 tensor.fill_(-torch.inf)  # what the cluster's other ranks have taken

@@ -1,4 +1,4 @@
-"""Where outer state lives: flat fp32 buffers per fragment, allocated once.
+"""Where outer state lives: flat buffers per fragment, allocated once, fp32 but for slots in bf16.
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
 policy and the staleness penalty, its channel to the other clusters with the codec's state (and what
@@ -25,6 +25,7 @@ from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.method.method import Method
+from dsx.method.outer_optimizer import slot_dtypes
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
@@ -47,7 +48,8 @@ class Slots:
 
 
 class StateStore:
-    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said.
+    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said, slots
+    of the outer rule as its `state_dtype` says.
 
     `on_the_wire` are the fragments as they travel, where that differs (whole_matrices.py).
     """
@@ -204,8 +206,10 @@ def _make_slots(
     }
     if method.keeps_round_start:
         staleness["start"] = new["staleness"].zeros(numel)
+    of_delay = slot_dtypes(outer, delay.slots(outer.slots))
+    of_outer = slot_dtypes(outer, outer.slots)
     return Slots(
-        outer={name: new["outer_optimizer"].zeros(numel) for name in outer.slots},
-        delay={name: new["delay"].zeros(numel) for name in delay.slots(outer.slots)},
+        outer={n: new["outer_optimizer"].zeros(numel, dtype=d) for n, d in of_outer.items()},
+        delay={name: new["delay"].zeros(numel, dtype=dtype) for name, dtype in of_delay.items()},
         staleness=staleness,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsx.outer.memory import slots_bytes
 from dsx.outer.return_refusal import why_not
 from dsx.plan.candidates import Candidate, Question
 from dsx.plan.link import wire_bytes
@@ -90,7 +91,8 @@ def bill_of(candidate: Candidate, question: Question, budget: Budget) -> Bill:
     copied, refuses = 0.0, why_not(method)
     heal = budget.heal_seconds
     if not refuses:
-        copied = 4.0 * question.model.numel * (1 + len(method.outer_optimizer.slots))
+        outer, numel = method.outer_optimizer, question.model.numel
+        copied = 4.0 * numel + slots_bytes(outer, outer.slots, numel)
         rate = question.link.payload_bytes_per_second
         heal = _HEAL_PER_LINE * copied / rate if heal is None else heal
     kept = None

@@ -33,7 +33,16 @@ from dsx.bench.convergence.study import (
     tune_baseline,
 )
 from dsx.bench.convergence.tail import TailMean
-from dsx.bench.convergence.task import BASELINE, UNTUNED, Own, Study, Task, inner_rate, overrides
+from dsx.bench.convergence.task import (
+    BASELINE,
+    UNTUNED,
+    Own,
+    Study,
+    Task,
+    inner_rate,
+    overrides,
+    without_codec,
+)
 from dsx.bench.convergence.together import (
     share_moments,
     share_moments_coded,
@@ -41,11 +50,13 @@ from dsx.bench.convergence.together import (
     shared_bytes,
 )
 from dsx.cli import app
+from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
 from dsx.data.shards import SHARDS
 from dsx.method.changes import INTERVAL, RATE
 from dsx.method.choices import PRESETS
 from dsx.method.delay.shift import Shift
+from dsx.method.outer_optimizer import Nesterov
 from dsx.method.schedule.periodic import Streaming
 from tests.bench.corpus import build_corpus
 from tests.installed import needs
@@ -259,7 +270,14 @@ def test_a_variant_goes_with_a_codec_and_any_tuned_preset() -> None:
     method = dsx.preset("co2", 4, **axes)
     assert (method.delay.steps, method.fragments.num_fragments) == (4, 4)
     assert isinstance(method.schedule, Streaming)
+    axes = overrides(study, Task("dilocox+bf16_momentum+int8_residual", 0, 0.5, 0.9))
+    method = dsx.preset("dilocox", 4, **axes)
+    assert method.outer_optimizer == Nesterov(0.5, 0.9, state_dtype="bf16")
+    assert isinstance(method.compression, LowRank) and method.compression.dense_rounds == 5
+    assert method.compression.error_feedback == "int8"
+    assert without_codec("dilocox+bf16_momentum+int8_residual") == "dilocox"
     for wrong in (
+        "dilocox+bf16_residual+int8_residual",
         "eager+int4+int8",
         "eager+shift+fast",
         "eager+shift+shift",

@@ -101,6 +101,7 @@ def held(loop: OuterLoop, run: Simulated) -> int:
         loop.matrix_gathers,
         loop.measurements,
         loop.recovery,
+        loop._outer_step,
         loop._launches.host_copies,
     )
     memory = {
@@ -169,6 +170,20 @@ def test_codes_of_launches_are_predicted(codec: str, outer_steps: int) -> None:
     for _ in range(4):
         run.train_step(loss)
     require_predicted(run)
+
+
+@pytest.mark.parametrize("name", ["eager", "co2", "dilocox"])
+def test_buffers_in_bf16_are_predicted_with_the_tiles_that_they_are_stepped_in(name: str) -> None:
+    more: dict[str, Any] = SETTINGS.get(name, {"schedule": {"interval": 2}})
+    own: dict[str, Any] = {"state_dtype": "bf16"}
+    if name == "co2":  # whole vectors
+        own |= {"clip": 3.0, "clip_unit": "rms"}
+    run = Simulated(Net(), sgd, preset(name, 2, **{**more, "outer_optimizer": own}), 2)
+    for _ in range(9):
+        run.train_step(loss)
+    require_predicted(run)
+    given, numel = run.loops[0].state.allocator.given, 5 * WIDTH * (WIDTH + 1)
+    assert given["outer_optimizer"] == 2 * numel
 
 
 @pytest.mark.parametrize("name", ["co2", "streaming_diloco"])

@@ -127,16 +127,23 @@ def test_a_flipped_bit_of_an_anchor_is_found_named_and_mended(
         assert all(p.isfinite().all() and p.abs().max() < 10 for p in model.parameters())
 
 
-def test_a_cluster_that_is_wrong_goes_on_from_the_majoritys_anchor() -> None:
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_a_cluster_that_is_wrong_goes_on_from_the_majoritys_anchor(state_dtype: str) -> None:
     """As if it had stood where the others stand: from then on it is the run without the flip."""
-    method = replace(preset("diloco", schedule={"interval": 4}), anchor_check_interval=1)
+    own = {"state_dtype": state_dtype}
+    method = preset("diloco", schedule={"interval": 4}, outer_optimizer=own)
+    method = replace(method, anchor_check_interval=1)
     run = started(method, num_steps=8)
     flip(anchors(run, 0)[0], EXPONENT)
+    run.loops[0].state.slots[0].outer["momentum"].mul_(2)  # not looked at, but taken with it
     kept = [a.clone() for a in anchors(run, 1)]
     for _ in range(4):
         run.train_step(mean_loss)
     assert run.loops[0].totals.refused == run.loops[1].totals.refused == 1
     assert are_same(anchors(run, 0), kept)
+    mine, theirs = (run.loops[m].state.slots[0].outer["momentum"] for m in (0, 1))
+    kept_in = torch.float32 if state_dtype == "fp32" else torch.bfloat16
+    assert torch.equal(mine, theirs) and mine.dtype == kept_in
     for own in run.parameters():
         assert all(torch.equal(own[n], theirs) for n, theirs in run.parameters()[1].items())
 

@@ -34,6 +34,7 @@ Presets = Annotated[
         "all gradients in the first twentieth, each exact and counted; +moments_2bit first moments "
         "in 2 bit, +slow has Muon remember for longer, and averages that; +growing has H grow as "
         "the inner rate falls, +gain moves the outer rate and +tested H by what the guard sees; "
+        "+bf16_momentum, +bf16_residual and +int8_residual keep outer state in fewer bits; "
         "snoo is data parallel with outer Nesterov steps.",
     ),
 ]

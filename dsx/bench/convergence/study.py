@@ -132,6 +132,7 @@ def read_presets(text: str | None) -> list[str]:
         codecs = [part for part in further if part in CODECS]
         known = len(codecs) <= 1 and {*further} <= {*CODECS, *VARIANTS}
         known = known and len({*further}) == len(further)
+        known = known and sum(part.endswith("_residual") for part in further) <= 1
         if name != OUTER_BASELINE and (preset not in PRESETS or not known):
             raise ValueError(
                 f"--presets {name!r} is not PRESET or PRESET+CODEC or PRESET+VARIANT; presets: "

@@ -55,9 +55,15 @@ CODECS: dict[str, dict[str, Any]] = {
 # layers' matrices in every step, moments what the inner optimizers keep in every H, begun all
 # gradients in the first twentieth; moments_2bit the first moments in few bits, slow a momentum of
 # Muon's that remembers for longer. growing: H grows as the inner rate falls, at the same bytes;
-# gain and tested: the outer rate, or H, follow what the guard sees (adaptive.py).
+# gain and tested: the outer rate, or H, follow what the guard sees (adaptive.py). Those of `KEPT`
+# keep outer state in fewer bits.
 TOGETHER = ("embeddings", "moments", "moments_2bit", "slow", "begun")
-BESIDE = (*TOGETHER, "growing", "gain", "tested")  # the outer rate is chosen without them
+KEPT: dict[str, dict[str, dict[str, Any]]] = {
+    "bf16_momentum": {"outer_optimizer": {"state_dtype": "bf16"}},
+    "bf16_residual": {"compression": {"error_feedback": "bf16"}},
+    "int8_residual": {"compression": {"error_feedback": "int8"}},
+}
+BESIDE = (*TOGETHER, *KEPT, "growing", "gain", "tested")  # the outer rate is chosen without them
 VARIANTS = ("shift", "serial", *BESIDE)
 
 
@@ -182,6 +188,8 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
         axes["delay"] = {"type": "shift", "steps": max(1, interval // 4)}
     if task.lr is not None:
         axes["outer_optimizer"] = {"lr": task.lr, "momentum": task.momentum}
+    for variant in KEPT.keys() & {*further}:  # of residuals one at most
+        axes = merge(axes, KEPT[variant])
     return merge(axes, task.choices or {})
 
 

@@ -317,6 +317,11 @@ FORMATS: dict[str, type[Wire]] = {
 }
 
 
+def is_made_in_place(storage: str, decay: float) -> bool:
+    """Whether a residual in this storage needs no fp32 of its own where values are used up."""
+    return storage not in ("none", "fp32") and decay == 1
+
+
 def decoding_work(wire: Wire, numel: int, kernels: Kernels = "auto") -> Mapping[str, int]:
     """Return what of `wire.work` a codec takes that only decodes."""
     work = wire.work(numel, kernels)
