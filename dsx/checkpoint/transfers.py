@@ -12,7 +12,7 @@ cluster that saves at another step and may lack it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.files import SavedRank
+from dsx.checkpoint.rounds import LAST, restore_rounds
 from dsx.compress.base import EncodingChannel, Launch
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
@@ -30,8 +31,6 @@ from dsx.outer.parity_check import ParityResult
 from dsx.outer.resuming import Unresumed
 from dsx.outer.saved_places import told_beside
 from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
-
-LAST = "last"  # what names the transfer applied last, where others have their number
 
 
 class Stock:
@@ -53,8 +52,19 @@ class Stock:
         """Return a fragment's named state, its channel's of before the first that is lacking."""
         before = self._state_before(fragment, self._next[fragment])
         assert before is not None, f"fragment {fragment}: no state before what is under way"
-        guard = {"guard.last": self._loop.guard.last[fragment]}
-        return {**self._loop.state.named_state(fragment), **before, **guard}
+        channel = self._loop.state.channels[fragment]
+        beside = {"guard.last": self._loop.guard.last[fragment]}
+        beside |= {f"probes.{name}": tensor.clone() for name, tensor in channel.probes.items()}
+        own = self._loop.state.named_state(fragment)
+        return {**own, **before, **beside, **self._settled(fragment)}
+
+    def _settled(self, fragment: int) -> dict[str, Tensor]:
+        """Return what is settled, as `state` does the rest."""
+        before, next_round = self._loop.state.channels[fragment].before, self._next[fragment]
+        if before.is_settled(next_round):  # here, and the cluster has yet to end it
+            return {name: torch.zeros_like(slot) for name, slot in before.settled.items()}
+        is_under_way = next_round <= self._loop.history.launches[fragment]  # and ends meanwhile
+        return {n: slot.clone() if is_under_way else slot for n, slot in before.settled.items()}
 
     def _state_before(self, fragment: int, round: int) -> dict[str, Tensor] | None:
         """Return the state before a round, copied if exchanges may change it during the save."""
@@ -168,6 +178,8 @@ def _describe(
         "round": attempt.round,
         "has_arrived": has_arrived,
         "can_redo": can_redo,
+        "is_settled": loop.state.channels[transfer.fragment].before.is_settled(attempt.round),
+        "square": attempt.square,
         "is_finite": attempt.is_finite() if is_sent else True,
         "is_idle": attempt.is_idle,
         "anchor": attempt.anchor_hash(),
@@ -209,45 +221,9 @@ def restore_all(loop: OuterLoop, file: SavedRank) -> Restored:
         )
         for entry in meta[LAST]
     ]
-    restore_rounds(loop, history, in_flight, file)
+    restore_rounds(loop, history, in_flight, file, last)
     totals = Totals(**meta["totals"])
     return Restored(history, in_flight, last, meta["left_at"], totals, meta["tracked"])
-
-
-def restore_rounds(
-    loop: OuterLoop,
-    history: History,
-    in_flight: Sequence[Transfer | NothingYet],
-    file: SavedRank | None = None,
-) -> None:
-    """Tell channels which round's state of before theirs is, and, from a file, that of before."""
-    for fragment in loop.adapter.fragments:
-        lacking = [
-            t.attempt.round
-            for t in in_flight
-            if isinstance(t, Transfer) and t.fragment == fragment.id and not t.pending.has_arrived
-        ]
-        channel = loop.state.channels[fragment.id]
-        earlier: dict[str, Tensor] | None = None
-        if file is not None and f"before.parity_check.memory/{fragment.id}" in file:
-            earlier = {
-                name: file.read(f"before.{name}/{fragment.id}")
-                for name in (*channel.before.slots, "parity_check.memory")
-            }
-        loop.guard.begin_anew(fragment.id, _sample(fragment.id, history, file))
-        next_round = min(lacking, default=history.launches[fragment.id] + 1)
-        channel.before.restored(next_round, earlier)
-
-
-def _sample(fragment: int, history: History, file: SavedRank | None) -> Tensor | None:
-    """Return the guard's sample of the mean before; None if the checkpoint says nothing of it.
-
-    That of a rank whose shard is empty has nothing, and is not in its file.
-    """
-    name = f"guard.last/{fragment}"
-    if file is None or (name not in file and not history.guard):
-        return None
-    return file.read(name) if name in file else torch.empty(0)
 
 
 def _restore(
@@ -272,6 +248,8 @@ def _restore(
         messages = codec.messages(transfer.attempt.launch)
         if not _read_gathered(messages, file, key):
             saved |= {f"code.{name}": message for name, message in messages.items()}
+    own_square = entry["parity"].get("square") if entry["has_arrived"] else None
+    transfer.attempt.square = entry.get("square", own_square or None)
     transfer.attempt.place = entry.get("place", {})
     for name, tensor in saved.items():
         if tensor is not None and f"in_flight.{name}/{key}" in file:

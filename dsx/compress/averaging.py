@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import ErrorFeedback
 from dsx.compress.slices import (
     GATHERED_UP_TO,
@@ -38,9 +38,6 @@ from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
-
-if TYPE_CHECKING:
-    from dsx.compress.base import CodingError, Launch
 
 
 class ExactMean:
@@ -192,10 +189,18 @@ class CodedMean:
         return self._outgoing_of(number)
 
     def recode(self, x: Tensor, residual: ErrorFeedback | None = None, seed: int = 0) -> None:
-        """Make `residual` what the exchange of `x`, used up, would have left."""
-        if self._encoder is None and residual is not None:
-            with residual.opened() as lost:
+        """Make the codes that the exchange of `x`, used up, has sent, and `residual` what it would
+        have left.
+        """
+        if self._encoder is None:
+            with _opened(residual) as lost:
                 self._encode(self._codec, x, lost, seed, self._outgoing_of(0))
+
+    def write_lost(self, x: Tensor, out: Tensor) -> None:
+        """Write to `out` what the codes made last miss of `x`; both fp32 `[numel]`."""
+        for data, (start, stop) in zip(self._outgoing_of(0), self._bounds, strict=True):
+            self._codec.decode(data, out[start:stop])
+        torch.sub(x, out, out=out)
 
     def _outgoing_of(self, number: int) -> list[Tensor]:
         return self._outgoing[number % len(self._outgoing)]
@@ -226,21 +231,16 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed:
         codec.encode_with_feedback(x, residual, out, seed)
 
 
-class DenseChannel:
+class DenseChannel(Channel):
     """`Dense`'s channel: the exact mean."""
 
     def __init__(self, seat: Seat, opening: Opening) -> None:
-        self.slots: Mapping[str, Tensor] = {}
-        self.errors: Mapping[str, CodingError] = {}
         self._mean = ExactMean(seat, buffers=opening.buffers)
-        self.spectrum = None
 
-    def can_recode(self, launch: Launch) -> bool:
-        """Always: it has no state."""
-        return True
-
-    def recode(self, x: Tensor, launch: Launch) -> None:
-        """Nothing to do."""
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """None: nothing is lost."""
+        return {}
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in fp32, in place."""

@@ -12,7 +12,7 @@ import no compressor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -77,12 +77,36 @@ class Channel(Protocol):
         """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""
         ...
 
+    @property
+    def settled(self) -> Collection[str]:
+        """Return those of the slots that exchanges leave as they are: `settle` makes them anew."""
+        return ()
+
+    @property
+    def probes(self) -> Mapping[str, Tensor]:
+        """Return what is seen of an `x` before `take_in`, by name, for another exchange of it; the
+        `round` it is of, int64 [1], 0 for none, is there, too.
+        """
+        return {}
+
+    def take_in(self, x: Tensor, launch: Launch) -> None:
+        """Add to `x`, in place, what those of the slots hold that are `settled`."""
+
+    def settle(self, x: Tensor, launch: Launch) -> None:
+        """Make the `settled` slots what the exchange of `x`, which has just ended, leaves: it is
+        taken in, in place, and what its codes miss is kept.
+
+        Made again later, the exchange is one of that `x`, with zeros in the slots.
+        """
+
     def can_recode(self, launch: Launch) -> bool:
         """Whether what an exchange leaves in the slots follows from this cluster's `x` alone."""
         return not self.slots
 
     def recode(self, x: Tensor, launch: Launch) -> None:
-        """Make the slots what the exchange of `x`, used up, would have left; where it can."""
+        """Make the slots what the exchange of `x`, used up, would have left; where it can. Of those
+        that are `settled` the codes, which `settle` asks for.
+        """
 
 
 class EncodingChannel(Channel, Protocol):

@@ -202,13 +202,24 @@ class LowRank(Quantized):
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals and warm starts take, and the rank that these are of."""
         taken, rest = self.split(fragment)
-        most = max_rank or self.rank or 0
-        warm = 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
         kinds = (
             self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
             self.residual_bytes(runs_of(rest), num_clusters),
         )
-        return (warm + kinds[0] + kinds[1]).tolist()
+        return (self._warm_bytes(fragment, max_rank) + kinds[0] + kinds[1]).tolist()
+
+    def before_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what all takes but residuals of what is sent, which are settled."""
+        _, rest = self.split(fragment)
+        of_means = self.residual_bytes(runs_of(rest), num_clusters, keeps_values=False)
+        return (self._warm_bytes(fragment, max_rank) + of_means).tolist()
+
+    def _warm_bytes(self, fragment: Fragment, max_rank: int) -> int:
+        """Return what warm starts take, and the rank that they are of."""
+        taken, most = self.split(fragment)[0], max_rank or self.rank or 0
+        return 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
@@ -227,7 +238,7 @@ class LowRank(Quantized):
         else:
             work += self.storage_work(runs_of(taken))
         work.append(small_work(fragment, self.small_wire))
-        beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
+        beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1) + 8
         coded = self.message_bytes(runs, num_clusters)
         common = beside + most_work([*work, factors.work])
         return (factors.num_bytes + factors.sums + coded + common).tolist()

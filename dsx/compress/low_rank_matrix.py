@@ -65,7 +65,7 @@ class LowRankMatrix:
         buffers = opening.buffers
         self._work = buffers.work
         self.warm = opening.state.zeros(max_rank, self._n)
-        self._probed = buffers.zeros(NUM_PROBES, self._m)
+        self.probed = buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
         sizes = factor_sizes(max_rank, wire, owners, seat.position)
         sent = buffers.zeros(sizes.sent, dtype="uint8")
@@ -84,22 +84,23 @@ class LowRankMatrix:
         self._total_square = self._missed_square = 0.0
 
     def begin(self, x: Tensor, rank: int, round: int) -> None:
-        """Start a round on the matrix inside `x`; from random columns where there are no others.
-
-        The probes see the matrix before a residual is added: what a residual has collected says
-        nothing of the rank that pseudo-gradients need.
-        """
+        """Start a round on the matrix inside `x`; from random columns where there are no others."""
         slot = self._slot
         self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
         self.rank, self._round = rank, round
         self._num_warm = min(rank, self._warm_rank())
-        torch.mm(self._random()[rank:], self._matrix.T, out=self._probed)
+
+    def probe(self) -> None:
+        """Let the probes see the matrix, before a residual is added: what a residual has collected
+        says nothing of the rank that pseudo-gradients need.
+        """
+        torch.mm(self._random()[self.rank :], self._matrix.T, out=self.probed)
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
         p = self._work("p", (self.rank + NUM_PROBES, self._m))
         torch.mm(self._start(), self._matrix.T, out=p[: self.rank])
-        p[self.rank :].copy_(self._probed)
+        p[self.rank :].copy_(self.probed)
         self.p.encode(p, self.rank, self._round_seed)
 
     def encode_q(self) -> None:

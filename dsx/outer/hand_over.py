@@ -102,7 +102,8 @@ class HandOver:
             channel.before.keep(self.round)
             if buffers.sent is not buffers.wire:
                 buffers.wire.copy_(buffers.sent)
-            channel.recode(buffers.wire, attempt.launch)
+            buffers.parity.square = attempt.own_square()
+            channel.recode(buffers.wire, buffers.sent, attempt.launch)
 
 
 def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:

@@ -97,7 +97,7 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
             if isinstance(t, Transfer) and t.fragment == fragment.id
         ]  # fmt: skip
         next_round = min(rounds, default=history.launches[fragment.id] + 1)
-        state.channels[fragment.id].before.restored(next_round)
+        state.channels[fragment.id].restored(next_round)
     loop.restore(history, in_flight, has_trained=False)
     loop.notices.places.load(values["places"], is_of_others=True)
     adapter.sync_model_weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dsx.checkpoint.checksums import of_text
+from dsx.checkpoint.files import META_CHECKSUM
+from dsx.compress.low_rank_channel import LowRankChannel
 from dsx.config.schema import preset
 from dsx.engines import simulated
+from dsx.outer.loop import OuterLoop
 from tests.checkpoint.half_arrived import (
     HoldingHub,
     assert_same,
@@ -197,6 +202,54 @@ def test_codes_of_before_vectors_had_owners_are_gone_on_with(tmp_path: Path) -> 
     first, second = stopped(*case, held=(2,)), new_run(*case)
     save_all(first, tmp_path)
     assert all(as_gathered(path) >= 4 for path in sorted(tmp_path.glob("*/dsx_rank_*.safetensors")))
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    while second.num_steps < NUM_STEPS:
+        second.train_step(loss)
+    assert_same(second, whole_run(*case))
+
+
+def as_not_settled(path: Path, loop: OuterLoop) -> int:
+    """Write a file as of before contributions took in what was lost; return how many there are."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = json.loads(file.metadata()["dsx"])
+    tensors = {name: t for name, t in tensors.items() if not name.startswith("probes.")}
+    settled = 0
+    for index, entry in enumerate(meta["in_flight"]):
+        del entry["square"]
+        if entry.pop("is_settled"):
+            settled += 1
+            channel: Any = loop.state.channels[entry["fragment"]].codec
+            contribution, slots = channel.as_it_was
+            assert not torch.equal(contribution, tensors[f"in_flight.sent/{index}"])
+            tensors[f"in_flight.sent/{index}"] = contribution
+            for name, slot in slots.items():
+                tensors[f"before.codec.{name}/{entry['fragment']}"] = slot
+    text = json.dumps(meta)
+    save_file(tensors, path, {"dsx": text, META_CHECKSUM: of_text(text)})
+    path.with_name(f"{path.name}.sha256").unlink()
+    return settled
+
+
+@pytest.mark.parametrize("name", ["one step", "adaptive rank"])
+def test_contributions_beside_what_was_lost_before_are_gone_on_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of before dsx added them up once they had been averaged."""
+
+    def settle(self: Any, x: torch.Tensor, launch: Any) -> None:
+        self.as_it_was = x.clone(), {name: self.slots[name].clone() for name in self.settled}
+        own_settle(self, x, launch)
+
+    own_settle = LowRankChannel.settle
+    monkeypatch.setattr(LowRankChannel, "settle", settle)
+    case = (name, "low rank" if name == "one step" else "own", 2)
+    first, second = stopped(*case, held=(1,)), new_run(*case)
+    save_all(first, tmp_path)
+    paths = sorted(tmp_path.glob("*/dsx_rank_*.safetensors"))
+    counts = [as_not_settled(p, loop) for p, loop in zip(paths, first.loops, strict=True)]
+    assert counts[0] > 0 and not counts[1]  # the other one lacks the mean
     resume(second, first, tmp_path)
     catch_up(second, loss)
     while second.num_steps < NUM_STEPS:
