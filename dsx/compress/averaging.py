@@ -18,13 +18,14 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import ErrorFeedback
 from dsx.compress.slices import (
     GATHERED_UP_TO,
@@ -38,6 +39,9 @@ from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
+
+if TYPE_CHECKING:
+    from dsx.compress.base import CodingError, Launch
 
 
 class ExactMean:
@@ -231,16 +235,29 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed:
         codec.encode_with_feedback(x, residual, out, seed)
 
 
-class DenseChannel(Channel):
+class DenseChannel:
     """`Dense`'s channel: the exact mean."""
 
     def __init__(self, seat: Seat, opening: Opening) -> None:
+        self.slots: Mapping[str, Tensor] = {}
+        self.errors: Mapping[str, CodingError] = {}
+        self.probes: Mapping[str, Tensor] = {}
+        self.settled: Collection[str] = ()
         self._mean = ExactMean(seat, buffers=opening.buffers)
+        self.spectrum = None
 
-    @property
-    def errors(self) -> Mapping[str, CodingError]:
-        """None: nothing is lost."""
-        return {}
+    def take_in(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do: nothing is lost."""
+
+    def settle(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do."""
+
+    def can_recode(self, launch: Launch) -> bool:
+        """Always: it has no state."""
+        return True
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do."""
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in fp32, in place."""
