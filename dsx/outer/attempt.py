@@ -27,13 +27,14 @@ from dsx.core.recorder import Recorder
 from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import SyncParams
 from dsx.method.method import Method
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.guard import square_of
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Arrived, TransferBuffers
+from dsx.outer.transfer import Arrived
 
 Measure = Callable[[Tensor], Tensor]
 OnResult = Callable[["Attempt", FragmentChannel, Tensor], object]
@@ -100,7 +101,7 @@ class Attempt:
         Taken once: what is sent takes in what was lost before, when an attempt has ended.
         """
         if self.square is None:
-            is_kept = self.buffers.sent is self.buffers.wire and self.buffers.kept is not None
+            is_kept = self.buffers.is_shared and self.buffers.kept is not None
             self.square = square_of(
                 cast(Tensor, self.buffers.kept) if is_kept else self.buffers.sent
             )
@@ -109,10 +110,11 @@ class Attempt:
     def _lay_out(self, num_members: int) -> Tensor:
         """Lay out what is sent, where an attempt works on it; return where that is."""
         buffers = self.buffers
-        if buffers.sent is not buffers.wire:
-            buffers.wire.copy_(buffers.sent)
+        wire = buffers.begin()
+        if not buffers.is_shared:
+            wire.copy_(buffers.sent)
         buffers.sideband.lay_out(buffers.posted, num_members)
-        return buffers.wire
+        return wire
 
 
 class Attempts:
@@ -174,7 +176,7 @@ class Attempts:
         fragment = attempt.what.fragment
         if not self._state.is_sent(fragment):
             attempt.buffers.parity = ParityResult(is_idle=attempt.is_idle)
-            return Arrived(attempt.buffers.wire)
+            return Arrived(attempt.buffers.begin())
 
         def begin() -> Exchange:
             exchange = self._exchange(attempt, sync_params)

@@ -218,7 +218,9 @@ class FragmentChannel:
         self.before.met = launch.round
         if not parity.is_refused:
             self.before.keep(launch.round)
-        x, differing = lay_out(), list[int]()
+        with self.before.gate:  # what was sent before may now be written
+            x = lay_out()
+        differing: list[int] = []
         for attempt in range(1, ATTEMPTS + 1):
             average = self._average(x, launch, parity)
             mean = yield from with_sideband(average, sideband, measure, self._sideband_mean)

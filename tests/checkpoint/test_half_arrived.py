@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 
 from dsx.checkpoint.checksums import of_text
 from dsx.checkpoint.files import META_CHECKSUM
+from dsx.checkpoint.transfers import take_stock
 from dsx.compress.low_rank_channel import LowRankChannel
 from dsx.config.schema import preset
 from dsx.engines import simulated
 from dsx.outer.loop import OuterLoop
+from dsx.outer.transfer import Transfer
 from tests.checkpoint.half_arrived import (
     HoldingHub,
     assert_same,
@@ -255,3 +257,27 @@ def test_contributions_beside_what_was_lost_before_are_gone_on_with(
     while second.num_steps < NUM_STEPS:
         second.train_step(loss)
     assert_same(second, whole_run(*case))
+
+
+@pytest.mark.parametrize("held", [(1,), (0, 1)])
+def test_what_an_exchange_may_end_while_it_is_written_is_copied(held: tuple[int, ...]) -> None:
+    """What is under way goes on meanwhile, and what it has sent changes at its end."""
+    run = stopped("one step", "low rank", 2, held)
+    for cluster, loop in enumerate(run.loops):
+        with take_stock(loop) as stock:
+            state = [stock.state(fragment.id) for fragment in loop.adapter.fragments]
+            tensors = dict[str, torch.Tensor]()
+            stock.describe(tensors, keeps_last=True)
+        under_way = [t for t in loop.in_flight if isinstance(t, Transfer)]
+        assert under_way
+        for index, transfer in enumerate(loop.in_flight):
+            if not isinstance(transfer, Transfer):
+                continue
+            named, saved = state[transfer.fragment], tensors[f"in_flight.sent/{index}"]
+            settled = loop.state.channels[transfer.fragment].before.settled
+            assert settled and all(torch.equal(named[n], slot) for n, slot in settled.items())
+            assert torch.equal(saved, transfer.buffers.sent)
+            goes_on = cluster in held
+            assert goes_on == (not transfer.pending.has_arrived)
+            assert (saved is not transfer.buffers.sent) == goes_on
+            assert all((named[n] is not slot) == goes_on for n, slot in settled.items())
