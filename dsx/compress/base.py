@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from dsx.compress.slices import SENT, Rounds, exact_bytes, exact_rounds
+from dsx.compress.slices import SENT, Rounds, Sizes, exact_bytes, exact_rounds
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
@@ -215,6 +215,12 @@ class Compressor(Protocol):
     ) -> list[int]:
         """Return what each cluster's channel holds beside `slots`: codes, factors, work space."""
         return [0] * num_clusters
+
+    def work_in_turn(
+        self, fragment: Fragment, num_clusters: int, max_rank: int
+    ) -> Mapping[str, Sizes]:
+        """Return what a fragment needs, by role and cluster, of what all take turns with."""
+        return {}
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what a fragment needs of the work space that all fragments of a rank share."""

@@ -24,7 +24,7 @@ one subspace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -34,7 +34,7 @@ import numpy as np
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
-from dsx.compress.owners import factor_bytes, factor_rounds, two_sides
+from dsx.compress.owners import FactorBytes, factor_bytes, factor_rounds, two_sides
 from dsx.compress.quantized import (
     NARROW,
     Feedback,
@@ -42,7 +42,7 @@ from dsx.compress.quantized import (
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import Rounds, most_work, no_rounds
+from dsx.compress.slices import Rounds, Sizes, most_work, no_rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.buffers import Opening
@@ -224,13 +224,10 @@ class LowRank(Quantized):
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
     ) -> list[int]:
-        """Return what factors, messages, and the work space that matrices share take."""
+        """Return what factors, messages, and the work space of codes take."""
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
-        # of the owners by which shard 0 goes; another's are those of the next clusters
-        factors = factor_bytes(
-            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id, self.kernels
-        )
+        factors = self._factors(fragment, num_clusters, max_rank)
         runs = [*runs_of(taken), *runs_of(rest)]
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
@@ -240,8 +237,23 @@ class LowRank(Quantized):
         work.append(small_work(fragment, self.small_wire))
         beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1) + 8
         coded = self.message_bytes(runs, num_clusters)
-        common = beside + most_work([*work, factors.work])
-        return (factors.num_bytes + factors.sums + coded + common).tolist()
+        return (factors.num_bytes + coded + beside + most_work(work)).tolist()
+
+    def work_in_turn(
+        self, fragment: Fragment, num_clusters: int, max_rank: int
+    ) -> Mapping[str, Sizes]:
+        """Return what matrices work in."""
+        factors = self._factors(fragment, num_clusters, max_rank)
+        each = {role: np.full(num_clusters, size) for role, size in factors.work.items()}
+        return {**each, "sum of a factor": factors.sums}
+
+    def _factors(self, fragment: Fragment, num_clusters: int, max_rank: int) -> FactorBytes:
+        """Return what factors take, of the owners by which shard 0 goes.
+
+        Another's are those of the next clusters.
+        """
+        matrices = self._matrices(self.split(fragment)[0], max_rank or self.rank or 0)
+        return factor_bytes(matrices, self.factor_format, num_clusters, fragment.id, self.kernels)
 
 
 @lru_cache(maxsize=1024)

@@ -13,8 +13,8 @@ from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import factor_owners, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
-from dsx.core.buffers import Opening
-from dsx.core.exchange import Exchange, ExchangeRound, together
+from dsx.core.buffers import Opening, Turns
+from dsx.core.exchange import Exchange, ExchangeRound, next_round, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
 
@@ -89,8 +89,9 @@ class LowRankChannel:
                 matrix.begin(x, min(rank, matrix.max_rank), launch.round)
             if int(self._probed) != launch.round:
                 self._probed.zero_()  # none, while they are made
-                for matrix in self._matrices:
-                    matrix.probe()
+                with self._opening.turns.lock:
+                    for matrix in self._matrices:
+                        matrix.probe()
                 self._probed.fill_(launch.round)
         for part in (*self._rest, *self._dense):
             part.take_in(x)
@@ -103,7 +104,7 @@ class LowRankChannel:
             part.settle(x)
         for part in () if is_dense else self._dense:
             if part.residual is not None:
-                with part.residual.opened() as residual:
+                with part.residual.opened() as residual, self._opening.turns.lock:
                     for matrix in self._matrices:
                         matrix.write_lost(residual, part.start, part.stop)
 
@@ -117,7 +118,7 @@ class LowRankChannel:
         if self._method.is_dense_round(launch.round):
             parts += [part.exchange(x, launch) for part in self._dense]
         elif self._matrices:
-            parts.append(self._exchange_factors(launch))
+            parts.append(in_turn(self._exchange_factors(launch), self._opening.turns))
         yield from together(*parts, self._small.exchange(x, launch))
         return x
 
@@ -210,3 +211,15 @@ class LowRankChannel:
             CodedPart(self._method, a, b, self._seat, seed, keeps_mean, self._opening, True)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]
+
+
+def in_turn(
+    exchange: Generator[ExchangeRound, None, object], turns: Turns
+) -> Generator[ExchangeRound, None, None]:
+    """Run an exchange that works in what is taken turns with, whenever it does not wait."""
+    while True:
+        with turns.lock:
+            round, _ = next_round(exchange)
+        if round is None:
+            return
+        yield round

@@ -2,7 +2,7 @@
 
 Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
 call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
-are used: in work space that all matrices of a channel share.
+are used: in work space that all matrices of a rank take turns with (`Opening.turns`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class LowRankMatrix:
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows = max_rank + NUM_PROBES
-        buffers = opening.buffers
-        self._work = buffers.work
+        buffers, turns = opening.buffers, opening.turns.buffers
+        self._work = turns.work
         self.warm = opening.state.zeros(max_rank, self._n)
         self.probed = buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
@@ -72,13 +72,13 @@ class LowRankMatrix:
         received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
         means = [buffers.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
         self.p, self.q = (
-            Factor(blocks, rows, wire, seat, kernels, buffers, (sent, received, mean))
+            Factor(blocks, rows, wire, seat, kernels, turns, (sent, received, mean))
             for blocks, mean in zip((owners.p, owners.q), means, strict=True)
         )
         self._told = buffers.zeros(sizes.told, dtype="uint8")
         self._sums_wire = of_sums(wire)
         self._sums = {
-            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, buffers)
+            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, turns)
             for block in (owners.p if owners.is_cut else ())
         }
         self._total_square = self._missed_square = 0.0
@@ -225,14 +225,14 @@ class LowRankMatrix:
 
     def _codes(self, is_p: bool) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a mean factor, from the bytes that everybody has."""
-        role, factor = ("codes of p", self.p) if is_p else ("codes of q", self.q)
+        role, factor = ("p", self.p) if is_p else ("q", self.q)
         codes = self._work(role, (self.rank, factor.length))
         return codes, factor.codes(codes)
 
     def _decoded_p(self) -> Tensor:
         """Return the mean P."""
         codes, scales = self._codes(is_p=True)
-        return torch.mul(codes, scales, out=self._work("p", (self.rank, self._m)))
+        return codes.mul_(scales)
 
     def _random(self) -> Tensor:
         """Return the round's random directions `[rank, n]`, and the probes below them."""

@@ -147,7 +147,7 @@ def factor_sizes(max_rank: int, wire: Wire, owners: Owners, position: int) -> Fa
 
 
 class FactorBytes(NamedTuple):
-    """What the matrices of a channel take: each its messages, by cluster, and work space.
+    """What the matrices of a channel take: each its messages, by cluster, and work space by role.
 
     `sums` is of the work space what a cluster adds a factor up in, the largest that it owns.
     """
@@ -183,8 +183,7 @@ def factor_bytes(
         sums[owners.qr] = max(sums[owners.qr], 4 * rows * m)
         most = max([rows * b.length for b in owners.p] + [rank * b.length for b in owners.q])
         needed = {
-            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n,
-            "codes of p": 4 * rank * m, "codes of q": 4 * rank * n, "scaled": 4 * most,
+            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n, "scaled": 4 * most,
         }  # fmt: skip
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
         codecs = [item for each in formats for item in each.work(most, kernels).items()]

@@ -94,11 +94,23 @@ class SharedWork:
             yield self._buffers.work("shared", (numel,))
 
 
+class Turns:
+    """Work space that a rank's exchanges take turns with: who holds `lock` works in `buffers`.
+
+    What lies there lasts as long as that: never over a message, which others are waited for.
+    """
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self.buffers = buffers or Buffers()
+        self.lock = Lock()
+
+
 @dataclass(frozen=True)
 class Opening:
     """What a channel is opened with: where all that it allocates comes from.
 
-    `work` is shared by a rank's channels. `at_launch`: so many launches may lie encoded, not yet
+    `work` and `turns` are shared by a rank's channels; who holds both has taken `work` first.
+    `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
     Its state, which a checkpoint carries, is in `state`, and copies of that in `before`.
     """
@@ -106,6 +118,7 @@ class Opening:
     buffers: Buffers = field(default_factory=Buffers)
     state: Buffers = field(default_factory=Buffers)
     work: SharedWork = field(default_factory=SharedWork)
+    turns: Turns = field(default_factory=Turns)
     at_launch: int = 0
     encoding: Buffers = field(default_factory=Buffers)
     before: Buffers = field(default_factory=Buffers)

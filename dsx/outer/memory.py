@@ -8,7 +8,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     attempts: what is sent, kept as it was, 4w (on the host, pinned; transfers take turns with those
     vectors: arenas.py; where codes are made at the launch, they are kept instead), and the codec's
     state of before the attempt under way, but for residuals that change at its end (low rank),
-    channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
+    channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
+    factors once for all fragments, which take turns),
     work space: 2 vectors of L shared by all fragments; one more where local parameters, or
     penalties of single elements, go into the outer step, and where norms of tensors are taken,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
@@ -157,7 +158,11 @@ def _of_channels(
     at_launch = method.max_in_flight if method.encodes_at_launch else 0
     shared = max((compression.shared_work_bytes(f) for f in on_the_wire), default=0)
     found = np.zeros((3, num_clusters), dtype=np.int64)
-    found[2] = shared
+    in_turn: dict[str, Sizes] = {}
+    for fragment in on_the_wire:
+        for role, sizes in compression.work_in_turn(fragment, num_clusters, rank).items():
+            in_turn[role] = np.maximum(in_turn.get(role, 0), sizes)
+    found[2] = shared + sum(in_turn.values())
     for fragment, sideband in zip(on_the_wire, sidebands, strict=True):
         state = compression.state_bytes(fragment, num_clusters, rank)
         copies = compression.before_bytes(fragment, num_clusters, rank, at_launch)

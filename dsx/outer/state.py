@@ -20,7 +20,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork
+from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork, Turns
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
@@ -91,6 +91,7 @@ class StateStore:
             for f in fragments
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
+        self._turns = Turns(self.allocator.on_host("channels"))
         self.channels = [
             FragmentChannel(
                 method.compression,
@@ -112,7 +113,8 @@ class StateStore:
     def _opening(self) -> Opening:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
         state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
-        return Opening(buffers, state, self._shared_work, self._at_launch, encoding, before)
+        work, turns = self._shared_work, self._turns
+        return Opening(buffers, state, work, turns, self._at_launch, encoding, before)
 
     def _new_buffers(
         self,

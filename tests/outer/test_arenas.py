@@ -51,8 +51,8 @@ def apply(buffers: TransferBuffers) -> None:
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_each_finds_what_it_has_sent_and_its_mean(under_way: int, is_on_disk: bool) -> None:
     """Exchanges in order, as late as may be: a launch comes before the one before it has begun."""
-    more = (vectors(under_way), vectors(under_way)) if is_on_disk else (vectors(under_way + 1),)
-    arenas = arenas_of(under_way, *more)
+    sent = vectors(under_way if is_on_disk else under_way + 1)
+    arenas = arenas_of(under_way, sent, vectors(under_way) if is_on_disk else None)
     waiting: list[TransferBuffers] = []
     for round in range(1, 12):
         if len(waiting) == under_way:
