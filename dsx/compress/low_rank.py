@@ -228,7 +228,6 @@ class LowRank(Quantized):
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
         factors = self._factors(fragment, num_clusters, max_rank)
-        runs = [*runs_of(taken), *runs_of(rest)]
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
             work += self.coded_work(runs_of(taken))
@@ -236,8 +235,12 @@ class LowRank(Quantized):
             work += self.storage_work(runs_of(taken))
         work.append(small_work(fragment, self.small_wire))
         beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1) + 8
-        coded = self.message_bytes(runs, num_clusters)
-        return (factors.num_bytes + coded + beside + most_work(work)).tolist()
+        of_matrices = np.maximum(
+            factors.messages, self.message_bytes(runs_of(taken), num_clusters)
+        )  # of one round or the other
+        coded = self.message_bytes(runs_of(rest), num_clusters)
+        messages = of_matrices + coded
+        return (messages + factors.probes + beside + most_work(work)).tolist()
 
     def work_in_turn(
         self, fragment: Fragment, num_clusters: int, max_rank: int

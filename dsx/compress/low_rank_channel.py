@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,9 +12,9 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
 from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
-from dsx.compress.owners import factor_owners, two_sides
+from dsx.compress.owners import Owners, factor_owners, factor_sizes, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
-from dsx.core.buffers import Opening, Turns
+from dsx.core.buffers import Opening, Overlay, Turns
 from dsx.core.exchange import Exchange, ExchangeRound, next_round, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
@@ -47,12 +48,16 @@ class LowRankChannel:
         ranks = [min(max_rank, method.largest_rank(s)) for s in taken]
         matrices = tuple((m, n, rank) for (m, n), rank in zip(sides, ranks, strict=True))
         owners = factor_owners(matrices, seat.num_clusters, fragment.id + seat.shard)
+        # a round has factors or, of the same matrices, codes
+        memory = self._memory(taken, zip(ranks, owners, strict=True))
+        messages = Overlay(memory, opening.buffers)
         self._matrices = [
-            LowRankMatrix(s, rank, seat, by, opening, method)
+            LowRankMatrix(s, rank, seat, by, opening, method, messages)
             for s, rank, by in zip(taken, ranks, owners, strict=True)
         ]
-        self._rest = self._coded_parts(rest, fragment.id, 0)
-        self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
+        self._rest = self._coded_parts(rest, fragment.id, 0, opening)
+        in_place = replace(opening, buffers=Overlay(memory, opening.buffers))
+        self._dense = self._coded_parts(taken, fragment.id, 500, in_place, keeps_mean=False)
         self._small = SmallPart(method.small_wire, fragment, seat, opening)
         self._rank = opening.state.zeros(1, dtype="int64")  # of the round before; 0: none yet
         self._probed = opening.buffers.zeros(1, dtype="int64")  # the round that was probed last
@@ -202,13 +207,28 @@ class LowRankChannel:
         clusters = range(self._seat.num_clusters)
         return ExchangeRound([outgoing(c) for c in clusters], [incoming(c) for c in clusters])
 
+    def _memory(self, taken: Sequence[Slot], by_matrix: Iterable[tuple[int, Owners]]) -> Tensor:
+        """Return memory for the messages of matrices, in factors or in codes, uint8."""
+        method, seat = self._method, self._seat
+        in_codes = method.message_bytes(runs_of(taken), seat.num_clusters)[seat.position]
+        in_factors = 0
+        for rank, owners in by_matrix:
+            sizes = factor_sizes(rank, method.factor_format, owners, seat.position)
+            in_factors += sizes.num_bytes(seat.num_clusters)
+        return self._opening.buffers.zeros(max(int(in_codes), in_factors), dtype="uint8")
+
     def _coded_parts(
-        self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
+        self,
+        slots: list[Slot],
+        fragment: int,
+        first: int,
+        opening: Opening,
+        keeps_mean: bool = True,
     ) -> list[CodedPart]:
         ranges = runs_of(slots)
         seeds = [part_seed(fragment, first + i, self._seat) for i in range(len(ranges))]
         return [
-            CodedPart(self._method, a, b, self._seat, seed, keeps_mean, self._opening, True)
+            CodedPart(self._method, a, b, self._seat, seed, keeps_mean, opening, True)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]
 

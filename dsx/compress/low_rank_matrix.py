@@ -18,7 +18,7 @@ from dsx.compress.factors import UpCodec, product
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
-from dsx.core.buffers import Opening
+from dsx.core.buffers import Buffers, Opening
 from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
@@ -51,6 +51,7 @@ class LowRankMatrix:
         owners: Owners,
         opening: Opening,
         settings: FactorSettings,
+        messages: Buffers,
     ) -> None:
         self.name = slot.name
         self.max_rank = max_rank
@@ -62,20 +63,20 @@ class LowRankMatrix:
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows = max_rank + NUM_PROBES
-        buffers, turns = opening.buffers, opening.turns.buffers
+        turns = opening.turns.buffers
         self._work = turns.work
         self.warm = opening.state.zeros(max_rank, self._n)
-        self.probed = buffers.zeros(NUM_PROBES, self._m)
+        self.probed = opening.buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
         sizes = factor_sizes(max_rank, wire, owners, seat.position)
-        sent = buffers.zeros(sizes.sent, dtype="uint8")
-        received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
-        means = [buffers.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
+        sent = messages.zeros(sizes.sent, dtype="uint8")
+        received = messages.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
+        means = [messages.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
         self.p, self.q = (
             Factor(blocks, rows, wire, seat, kernels, turns, (sent, received, mean))
             for blocks, mean in zip((owners.p, owners.q), means, strict=True)
         )
-        self._told = buffers.zeros(sizes.told, dtype="uint8")
+        self._told = messages.zeros(sizes.told, dtype="uint8")
         self._sums_wire = of_sums(wire)
         self._sums = {
             block.length: UpCodec(self._sums_wire, rows, block.length, kernels, turns)

@@ -80,6 +80,27 @@ class Buffers:
         return buffer[:numel].view(shape)
 
 
+class Overlay(Buffers):
+    """Gives parts of `memory`, uint8, one behind another, and work space of the `buffers` it is of.
+
+    Who holds another overlay of that memory uses it at other times.
+    """
+
+    def __init__(self, memory: Tensor, buffers: Buffers) -> None:
+        super().__init__()
+        self._memory, self._at = memory, 0
+        self.work = buffers.work
+
+    def zeros(self, *shape: int, dtype: str = "float32") -> Tensor:
+        """Return the next part of the memory, contents undefined."""
+        import torch
+
+        kind: Any = getattr(torch, dtype)
+        start, self._at = self._at, self._at + prod(shape) * kind.itemsize
+        assert self._at <= self._memory.numel(), "more is laid over memory than there is"
+        return self._memory[start : self._at].view(kind).view(shape)
+
+
 class SharedWork:
     """Work space that the threads of a rank take turns with."""
 
