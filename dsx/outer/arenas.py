@@ -96,9 +96,10 @@ class Arenas:
                 return None
             taken = min(free, key=lambda buffers: buffers.round)
             taken.is_free, taken.round = False, round
-            taken.held_sent = taken.held_wire = None
+            mean, taken.held_sent, taken.held_wire = taken.held_wire, None, None
             if sends or self.is_shared:
-                taken.held_sent = self._find(self._sent, round)
+                # an accelerator may still read that mean: what is sent is copied behind it
+                taken.held_sent = self._find(self._sent, round, mean)
             if self.is_shared:
                 taken.held_wire = taken.held_sent
             return taken
@@ -120,8 +121,8 @@ class Arenas:
                 buffers.is_free, buffers.round = True, 0
                 buffers.held_sent = buffers.held_wire = None
 
-    def _find(self, vectors: Sequence[Tensor], round: int) -> Tensor:
+    def _find(self, vectors: Sequence[Tensor], round: int, best: Tensor | None = None) -> Tensor:
         held = [t for b in self.buffers for t in (b.held_sent, b.held_wire) if t is not None]
         free = [vector for vector in vectors if not any(vector is other for other in held)]
         assert free, f"launch {round}: more is under way than its policy said"
-        return free[0]
+        return next((vector for vector in free if vector is best), free[0])

@@ -82,6 +82,20 @@ def test_what_was_sent_stays_until_the_next_one_has_begun() -> None:
         _ = first.sent
 
 
+def test_a_mean_that_may_still_be_read_makes_way_for_what_is_sent_alone() -> None:
+    """That is copied to the host behind it; an exchange writes at once, and gets another."""
+    arenas = arenas_of(2, vectors(3))
+    waiting = [launch(arenas, 1)]
+    means: list[Tensor] = []
+    for round in range(2, 9):
+        average(waiting[-1])
+        waiting.append(launch(arenas, round))
+        assert not means or waiting[-1].sent is means[-1]
+        means.append(waiting[-2].wire)
+        apply(waiting[-2])
+        assert not any(waiting[-1].begin() is mean for mean in means[-1:])
+
+
 def test_more_than_the_policy_said_is_no_transfer() -> None:
     arenas = arenas_of(1, vectors(2))
     launch(arenas, 1)
