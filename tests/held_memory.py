@@ -7,11 +7,11 @@ from dsx.outer.state import StateStore
 
 def held_bytes(state: StateStore) -> int:
     """Return the bytes of all but the shared work vectors and the buffers of codecs."""
-    buffers = [b for fragment in state._buffers for b in fragment]
+    buffers = [b for arenas in state._buffers for b in arenas.buffers]
+    vectors = {id(t): t for a in state._buffers for t in (*a._sent, *a._travelling)}
     tensors = [*state.anchor]
     tensors += [t for slots in state.slots for t in slots.named().values()]
-    tensors += [b.wire for b in buffers] + [b.sideband.values for b in buffers]
-    tensors += [b.sent for b in buffers if b.sent is not b.wire]
+    tensors += [*vectors.values()] + [b.sideband.values for b in buffers]
     tensors += [b.posted.values for b in buffers]
     tensors += [t for channel in state.channels for t in channel.before._copies.values()]
     tensors += [b.kept for b in buffers if b.kept is not None]

@@ -71,15 +71,15 @@ def measure_launch(
     transport = GlooTransport([0], lambda what, n: [], Seat.of(0, 1), _DEADLINE_SECONDS)
     loop = OuterLoop(method, adapter, transport)
     loop.start()
-    buffers, local = loop.state.take_buffers(0), loop.state.outgoing(0)
-    buffers.is_free = True
+    buffers, local = loop.state.take_buffers(0, 0), loop.state.outgoing(0)
+    buffers.is_free, sent = True, buffers.sent
     anchor = loop.state.anchor[0]
 
     def copies() -> None:
         adapter.read(0, local)
         torch.sub(anchor, local, out=local)
         if torch.device(device).type == "cpu":
-            buffers.wire.copy_(local)
+            sent.copy_(local)
 
     passes: list[tuple[float, float]] = []
     applies: list[float] = []

@@ -39,7 +39,8 @@ from dsx.checkpoint.files import (
 )
 from dsx.checkpoint.pipeline_repartition import Origin, find_origins, merged_history
 from dsx.checkpoint.reshard_transfers import ReshardedTransfers
-from dsx.checkpoint.transfers import Restored, restore_rounds
+from dsx.checkpoint.rounds import restore_rounds
+from dsx.checkpoint.transfers import Restored
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, History, Slot
 from dsx.outer.loop import OuterLoop

@@ -17,10 +17,11 @@ from torch import Tensor
 from dsx.checkpoint.files import SavedRank, Source, vector_sources
 from dsx.checkpoint.transfers import restored_transfer
 from dsx.core.types import Fragment, Slot
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.sideband import Sideband
-from dsx.outer.transfer import NothingYet, Transfer, TransferBuffers
+from dsx.outer.transfer import NothingYet, Transfer
 
 Fill = Callable[[Sequence[Slot], Tensor, str, Sequence[Source]], None]
 
@@ -64,11 +65,13 @@ class ReshardedTransfers:
                 "some ranks hold the mean and others do not: resume with the ranks and the number "
                 "of clusters that saved it, save again, and then change them"
             )
-        buffers = self._loop.state.take_buffers(fragment.id)
+        has_arrived = arrived != {False}
+        state = self._loop.state
+        buffers = state.take_buffers(fragment.id, entry["round"], sends=not has_arrived)
         if buffers.kept is not None:
             self._vector(fragment, fragment.layout, buffers.kept, "layout", f"kept/{index}")
         told = {
-            "has_arrived": arrived != {False},
+            "has_arrived": has_arrived,
             "is_finite": all(e["is_finite"] for e in entries),
             "is_idle": any(e["is_idle"] for e in entries),
             "anchor": 0,  # hashes are of the old shards
@@ -81,7 +84,7 @@ class ReshardedTransfers:
         transfer = restored_transfer(
             self._loop, {**entry, **told}, buffers, norm, bytes_sent, seconds
         )
-        if told["has_arrived"]:
+        if has_arrived:
             self._restore_mean(fragment, buffers, index, entries)
         else:
             self._restore_contribution(fragment, transfer, index, entries)
@@ -134,7 +137,7 @@ class ReshardedTransfers:
         if seconds:
             largest = torch.stack(seconds).amax(0).tolist()
             posted.post(self._loop.transport.seat.place, largest)
-        if buffers.sent is not buffers.wire:
+        if not buffers.is_shared:
             self._vector(fragment, wire, buffers.sent, "wire", f"sent/{index}")
         elif self._loop.state.is_sent(fragment.id):
             assert buffers.kept is not None

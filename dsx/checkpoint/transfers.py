@@ -12,7 +12,7 @@ cluster that saves at another step and may lack it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.files import SavedRank
+from dsx.checkpoint.rounds import LAST, restore_rounds
 from dsx.compress.base import EncodingChannel, Launch
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.attempt import Attempt
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.resuming import Unresumed
 from dsx.outer.saved_places import told_beside
-from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
-
-LAST = "last"  # what names the transfer applied last, where others have their number
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer
 
 
 class Stock:
@@ -53,8 +53,23 @@ class Stock:
         """Return a fragment's named state, its channel's of before the first that is lacking."""
         before = self._state_before(fragment, self._next[fragment])
         assert before is not None, f"fragment {fragment}: no state before what is under way"
-        guard = {"guard.last": self._loop.guard.last[fragment]}
-        return {**self._loop.state.named_state(fragment), **before, **guard}
+        channel = self._loop.state.channels[fragment]
+        beside = {"guard.last": self._loop.guard.last[fragment]}
+        beside |= {f"probes.{name}": tensor.clone() for name, tensor in channel.probes.items()}
+        own = self._loop.state.named_state(fragment)
+        return {**own, **before, **beside, **self._settled(fragment)}
+
+    def _settled(self, fragment: int) -> dict[str, Tensor]:
+        """Return what is settled, as `state` does the rest."""
+        before, next_round = self._loop.state.channels[fragment].before, self._next[fragment]
+        if before.is_settled(next_round):  # here, and the cluster has yet to end it
+            return {name: torch.zeros_like(slot) for name, slot in before.settled.items()}
+        is_under_way = self._is_under_way(fragment)
+        return {n: slot.clone() if is_under_way else slot for n, slot in before.settled.items()}
+
+    def _is_under_way(self, fragment: int) -> bool:
+        """Whether an exchange of a fragment may go on, and end, while this is written."""
+        return self._next[fragment] <= self._loop.history.launches[fragment]
 
     def _state_before(self, fragment: int, round: int) -> dict[str, Tensor] | None:
         """Return the state before a round, copied if exchanges may change it during the save."""
@@ -76,14 +91,20 @@ class Stock:
                 continue
             can_redo = self._keeps_before(transfer, tensors)
             has_arrived = self._arrived[index]
-            in_flight.append(_describe(loop, transfer, str(index), has_arrived, can_redo, tensors))
+            in_flight.append(
+                _describe(
+                    loop, transfer, str(index), has_arrived, can_redo, tensors,
+                    self._is_under_way(transfer.fragment),
+                )
+            )  # fmt: skip
         last: list[dict[str, Any]] = []
         for fragment, transfer in loop.last_applied.items() if keeps_last else ():
-            is_held = transfer.buffers.round == transfer.attempt.round
+            is_held = transfer.buffers.holds(transfer.attempt.round)
             before = loop.state.channels[fragment].before
             if is_held and before.met <= transfer.attempt.round and loop.state.is_sent(fragment):
                 key, can_redo = f"{LAST}.{fragment}", self._keeps_before(transfer, tensors)
-                last.append(_describe(loop, transfer, key, True, can_redo, tensors))
+                is_under_way = self._is_under_way(fragment)
+                last.append(_describe(loop, transfer, key, True, can_redo, tensors, is_under_way))
         return {"in_flight": in_flight, LAST: last}
 
     def _keeps_before(self, transfer: Transfer, tensors: dict[str, Tensor]) -> bool:
@@ -91,6 +112,8 @@ class Stock:
         channel, attempt = self._loop.state.channels[transfer.fragment], transfer.attempt
         if attempt.round >= self._next[transfer.fragment]:
             return True
+        if transfer.buffers.held_sent is None:
+            return False  # all clusters have ended it: exchanges go on
         newer = self._loop.history.launches[transfer.fragment] - attempt.round
         if self._loop.method.encodes_at_launch and newer >= self._loop.method.max_in_flight:
             return False  # a later launch has been encoded in its place
@@ -128,7 +151,8 @@ def take_stock(loop: OuterLoop) -> Generator[Stock, None, None]:
         for index, transfer in enumerate(loop.in_flight):
             if isinstance(transfer, Transfer) and own[index] and not arrived[index]:
                 before = loop.state.channels[transfer.fragment].before
-                arrived[index] = before.of(transfer.attempt.round) is None  # too late to redo
+                can_redo = before.of(transfer.attempt.round) is not None
+                arrived[index] = not can_redo or transfer.buffers.held_sent is None  # too late
         yield Stock(loop, arrived)
 
 
@@ -139,6 +163,7 @@ def _describe(
     has_arrived: bool,
     can_redo: bool,
     tensors: dict[str, Tensor],
+    is_under_way: bool,
 ) -> dict[str, Any]:
     buffers, attempt = transfer.buffers, transfer.attempt
     named: dict[str, Tensor | None] = {"kept": buffers.kept, "norm": transfer.contribution_norm}
@@ -147,8 +172,8 @@ def _describe(
         named |= {"mean": transfer.pending.wait(), "sideband": buffers.sideband.values}
     if can_redo and is_sent:
         named["posted"] = buffers.posted.values
-        if buffers.sent is not buffers.wire:
-            named["sent"] = buffers.sent
+        if not buffers.is_shared:
+            named["sent"] = buffers.sent.clone() if is_under_way else buffers.sent
         elif attempt.is_finite():
             codec = cast(EncodingChannel, loop.state.channels[transfer.fragment].codec)
             for name, message in codec.messages(attempt.launch).items():
@@ -168,6 +193,8 @@ def _describe(
         "round": attempt.round,
         "has_arrived": has_arrived,
         "can_redo": can_redo,
+        "is_settled": loop.state.channels[transfer.fragment].before.is_settled(attempt.round),
+        "square": attempt.square,
         "is_finite": attempt.is_finite() if is_sent else True,
         "is_idle": attempt.is_idle,
         "anchor": attempt.anchor_hash(),
@@ -201,53 +228,22 @@ def restore_all(loop: OuterLoop, file: SavedRank) -> Restored:
         if entry["is_empty"]:
             in_flight.append(NothingYet(entry["fragment"]))
         else:
-            buffers = state.take_buffers(entry["fragment"])
+            sends = entry["can_redo"] or not entry["has_arrived"]
+            buffers = state.take_buffers(entry["fragment"], entry["round"], sends)
             in_flight.append(_restore(loop, entry, str(index), file, buffers))
     last = [
         _restore(
-            loop, entry, f"{LAST}.{entry['fragment']}", file, state.more_buffers(entry["fragment"])
-        )
+            loop,
+            entry,
+            f"{LAST}.{entry['fragment']}",
+            file,
+            state.more_buffers(entry["fragment"], entry["round"]),
+        )  # fmt: skip
         for entry in meta[LAST]
     ]
-    restore_rounds(loop, history, in_flight, file)
+    restore_rounds(loop, history, in_flight, file, last)
     totals = Totals(**meta["totals"])
     return Restored(history, in_flight, last, meta["left_at"], totals, meta["tracked"])
-
-
-def restore_rounds(
-    loop: OuterLoop,
-    history: History,
-    in_flight: Sequence[Transfer | NothingYet],
-    file: SavedRank | None = None,
-) -> None:
-    """Tell channels which round's state of before theirs is, and, from a file, that of before."""
-    for fragment in loop.adapter.fragments:
-        lacking = [
-            t.attempt.round
-            for t in in_flight
-            if isinstance(t, Transfer) and t.fragment == fragment.id and not t.pending.has_arrived
-        ]
-        channel = loop.state.channels[fragment.id]
-        earlier: dict[str, Tensor] | None = None
-        if file is not None and f"before.parity_check.memory/{fragment.id}" in file:
-            earlier = {
-                name: file.read(f"before.{name}/{fragment.id}")
-                for name in (*channel.before.slots, "parity_check.memory")
-            }
-        loop.guard.begin_anew(fragment.id, _sample(fragment.id, history, file))
-        next_round = min(lacking, default=history.launches[fragment.id] + 1)
-        channel.before.restored(next_round, earlier)
-
-
-def _sample(fragment: int, history: History, file: SavedRank | None) -> Tensor | None:
-    """Return the guard's sample of the mean before; None if the checkpoint says nothing of it.
-
-    That of a rank whose shard is empty has nothing, and is not in its file.
-    """
-    name = f"guard.last/{fragment}"
-    if file is None or (name not in file and not history.guard):
-        return None
-    return file.read(name) if name in file else torch.empty(0)
 
 
 def _restore(
@@ -259,19 +255,20 @@ def _restore(
         own = {"is_idle": entry["is_idle"], "anchor": entry["anchor"]}
         buffers.parity = replace(parity, **own, square=entry["parity"].get("square", 0.0))
     saved: dict[str, Tensor | None] = {
-        "mean": buffers.wire,
+        "mean": buffers.begin() if entry["has_arrived"] else None,
         "sideband": buffers.sideband.values,
         "kept": buffers.kept,
         "posted": buffers.posted.values,
+        "sent": None if buffers.is_shared else buffers.held_sent,
     }
-    if buffers.sent is not buffers.wire:
-        saved["sent"] = buffers.sent
     transfer = restored_transfer(loop, entry, buffers, file.read(f"in_flight.norm/{key}"))
-    if buffers.sent is buffers.wire and entry["can_redo"] and loop.state.is_sent(entry["fragment"]):
+    if buffers.is_shared and entry["can_redo"] and loop.state.is_sent(entry["fragment"]):
         codec = cast(EncodingChannel, loop.state.channels[entry["fragment"]].codec)
         messages = codec.messages(transfer.attempt.launch)
         if not _read_gathered(messages, file, key):
             saved |= {f"code.{name}": message for name, message in messages.items()}
+    own_square = entry["parity"].get("square") if entry["has_arrived"] else None
+    transfer.attempt.square = entry.get("square", own_square or None)
     transfer.attempt.place = entry.get("place", {})
     for name, tensor in saved.items():
         if tensor is not None and f"in_flight.{name}/{key}" in file:
@@ -309,13 +306,13 @@ def restored_transfer(
     taken up again yet. Sums over other ranks may take the place of those saved.
     """
     sync_params = SyncParams(**entry["sync_params"])
-    here = Arrived(
-        buffers.wire,
+    fragment, launched = entry["fragment"], entry["launched"]
+    is_here = entry["has_arrived"] or not loop.state.is_sent(fragment)
+    here = is_here and Arrived(
+        buffers.begin(),
         entry["bytes_sent"] if bytes_sent is None else bytes_sent,
         entry["seconds"] if seconds is None else seconds,
     )
-    fragment, launched = entry["fragment"], entry["launched"]
-    buffers.round = entry["round"]
     attempt = Attempt(
         Submission(fragment, launched, number=entry["number"]),
         Launch(entry["round"], sync_params.rank),
@@ -325,12 +322,11 @@ def restored_transfer(
         entry["anchor"],
         told=entry.get("told", {}) if entry["has_arrived"] else {},
     )
-    is_here = entry["has_arrived"] or not loop.state.is_sent(fragment)
     return Transfer(
         fragment=fragment,
         launched=launched,
         interval=entry["interval"],
-        pending=here if is_here else Unresumed(attempt.what),
+        pending=here or Unresumed(attempt.what),
         attempt=attempt,
         contribution_norm=norm.to(loop.state.device),
         was_sent_before_update=entry["was_sent_before_update"],

@@ -18,7 +18,7 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,9 +185,17 @@ class CodedMean:
         return self._outgoing_of(number)
 
     def recode(self, x: Tensor, residual: ErrorFeedback | None = None, seed: int = 0) -> None:
-        """Make `residual` what the exchange of `x`, used up, would have left."""
-        if self._encoder is None and residual is not None:
+        """Make the codes that the exchange of `x`, used up, has sent, and `residual` what it would
+        have left.
+        """
+        if self._encoder is None:
             self._encode(self._codec, x, residual, seed, self._outgoing_of(0))
+
+    def write_lost(self, x: Tensor, out: Tensor) -> None:
+        """Write to `out` what the codes made last miss of `x`; both fp32 `[numel]`."""
+        for data, (start, stop) in zip(self._outgoing_of(0), self._bounds, strict=True):
+            self._codec.decode(data, out[start:stop])
+        torch.sub(x, out, out=out)
 
     def _outgoing_of(self, number: int) -> list[Tensor]:
         return self._outgoing[number % len(self._outgoing)]
@@ -251,8 +259,16 @@ class DenseChannel:
     def __init__(self, seat: Seat, opening: Opening) -> None:
         self.slots: Mapping[str, Tensor] = {}
         self.errors: Mapping[str, CodingError] = {}
+        self.probes: Mapping[str, Tensor] = {}
+        self.settled: Collection[str] = ()
         self._mean = ExactMean(seat, buffers=opening.buffers)
         self.spectrum = None
+
+    def take_in(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do: nothing is lost."""
+
+    def settle(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do."""
 
     def can_recode(self, launch: Launch) -> bool:
         """Always: it has no state."""

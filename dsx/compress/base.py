@@ -12,11 +12,11 @@ import no compressor.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from dsx.compress.slices import SENT, Rounds, exact_bytes, exact_rounds
+from dsx.compress.slices import SENT, Rounds, Sizes, exact_bytes, exact_rounds
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
@@ -77,12 +77,36 @@ class Channel(Protocol):
         """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""
         ...
 
+    @property
+    def settled(self) -> Collection[str]:
+        """Return those of the slots that exchanges leave as they are: `settle` makes them anew."""
+        return ()
+
+    @property
+    def probes(self) -> Mapping[str, Tensor]:
+        """Return what is seen of an `x` before `take_in`, by name, for another exchange of it; the
+        `round` it is of, int64 [1], 0 for none, is there, too.
+        """
+        return {}
+
+    def take_in(self, x: Tensor, launch: Launch) -> None:
+        """Add to `x`, in place, what those of the slots hold that are `settled`."""
+
+    def settle(self, x: Tensor, launch: Launch) -> None:
+        """Make the `settled` slots what the exchange of `x`, which has just ended, leaves: it is
+        taken in, in place, and what its codes miss is kept.
+
+        Made again later, the exchange is one of that `x`, with zeros in the slots.
+        """
+
     def can_recode(self, launch: Launch) -> bool:
         """Whether what an exchange leaves in the slots follows from this cluster's `x` alone."""
         return not self.slots
 
     def recode(self, x: Tensor, launch: Launch) -> None:
-        """Make the slots what the exchange of `x`, used up, would have left; where it can."""
+        """Make the slots what the exchange of `x`, used up, would have left; where it can. Of those
+        that are `settled` the codes, which `settle` asks for.
+        """
 
 
 class EncodingChannel(Channel, Protocol):
@@ -191,6 +215,12 @@ class Compressor(Protocol):
     ) -> list[int]:
         """Return what each cluster's channel holds beside `slots`: codes, factors, work space."""
         return [0] * num_clusters
+
+    def work_in_turn(
+        self, fragment: Fragment, num_clusters: int, max_rank: int
+    ) -> Mapping[str, Sizes]:
+        """Return what a fragment needs, by role and cluster, of what all take turns with."""
+        return {}
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what a fragment needs of the work space that all fragments of a rank share."""

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsx.compress.wire.base import Wire
+from dsx.compress.wire.base import TILE, Wire
 from dsx.compress.wire.formats import FORMATS, Storage, is_made_in_place
 from dsx.core.buffers import Opening
 
@@ -93,17 +93,26 @@ class Residual:
         self._codec.decode(self.stored, values)
         return values
 
-    def add_to(self, values: Tensor) -> None:
-        """Add it to `values` `[numel]`, as it is stored; only if `is_in_place`."""
-        assert self.is_in_place
-        self._codec.decode_add(self.stored, values)
-
     def write(self, values: Tensor) -> None:
         """Replace the residual by `values` `[numel]`, as near as its storage allows."""
         if self._wire is None:
             self.stored.copy_(values)
         else:
             self._codec.encode(values, self.stored)
+
+    def add_to(self, x: Tensor) -> None:
+        """Add the decayed residual to `x`, fp32 `[numel]`, in place; it stays as it is."""
+        if self.is_in_place:
+            self._codec.decode_add(self.stored, x)
+        elif self._wire is not None:
+            with self._work.taken(self.numel) as residual:
+                self._codec.decode(self.stored, residual)
+                x.add_(self._decayed(residual))
+        elif self._decay == 1:
+            x.add_(self.stored)
+        else:
+            for part, own in zip(self.stored.split(TILE), x.split(TILE), strict=True):
+                own.add_(part * self._decay)
 
     @contextmanager
     def opened(self) -> Generator[Tensor, None, None]:

@@ -24,7 +24,7 @@ one subspace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -34,17 +34,18 @@ import numpy as np
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
-from dsx.compress.owners import factor_bytes, factor_rounds, two_sides
+from dsx.compress.owners import FactorBytes, factor_bytes, factor_rounds, two_sides
 from dsx.compress.quantized import (
     NARROW,
     Feedback,
     Quantized,
+    residual_work,
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import Rounds, most_work, no_rounds
+from dsx.compress.slices import Rounds, Sizes, most_work, no_rounds
 from dsx.compress.wire.base import Wire
-from dsx.compress.wire.formats import FORMATS, is_made_in_place
+from dsx.compress.wire.formats import FORMATS
 from dsx.core.buffers import Opening
 from dsx.core.checks import require_choice
 from dsx.core.membership import Seat
@@ -202,41 +203,65 @@ class LowRank(Quantized):
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals and warm starts take, and the rank that these are of."""
         taken, rest = self.split(fragment)
-        most = max_rank or self.rank or 0
-        warm = 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
         kinds = (
             self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
             self.residual_bytes(runs_of(rest), num_clusters),
         )
-        return (warm + kinds[0] + kinds[1]).tolist()
+        return (self._warm_bytes(fragment, max_rank) + kinds[0] + kinds[1]).tolist()
+
+    def before_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what all takes but residuals of what is sent, which are settled."""
+        _, rest = self.split(fragment)
+        of_means = self.residual_bytes(runs_of(rest), num_clusters, keeps_values=False)
+        return (self._warm_bytes(fragment, max_rank) + of_means).tolist()
+
+    def _warm_bytes(self, fragment: Fragment, max_rank: int) -> int:
+        """Return what warm starts take, and the rank that they are of."""
+        taken, most = self.split(fragment)[0], max_rank or self.rank or 0
+        return 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
-        """Return what the product of the own factors of the largest matrix takes in fp32."""
-        if not is_made_in_place(self.error_feedback, self.feedback_decay):
-            return super().shared_work_bytes(fragment)
-        return 4 * max((slot.numel for slot in self.split(fragment)[0]), default=0)
+        """Return what the longest residual takes in fp32, if it is stored in less."""
+        return residual_work(self.error_feedback, fragment)
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
     ) -> list[int]:
-        """Return what factors, messages, and the work space that matrices share take."""
+        """Return what factors, messages, and the work space of codes take."""
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
-        # of the owners by which shard 0 goes; another's are those of the next clusters
-        factors = factor_bytes(
-            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id, self.kernels
-        )
-        runs = [*runs_of(taken), *runs_of(rest)]
+        factors = self._factors(fragment, num_clusters, max_rank)
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
             work += self.coded_work(runs_of(taken))
         else:
             work += self.storage_work(runs_of(taken))
         work.append(small_work(fragment, self.small_wire))
-        beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
-        coded = self.message_bytes(runs, num_clusters)
-        common = beside + most_work([*work, factors.work])
-        return (factors.num_bytes + factors.sums + coded + common).tolist()
+        beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1) + 8
+        of_matrices = np.maximum(
+            factors.messages, self.message_bytes(runs_of(taken), num_clusters)
+        )  # of one round or the other
+        coded = self.message_bytes(runs_of(rest), num_clusters)
+        messages = of_matrices + coded
+        return (messages + factors.probes + beside + most_work(work)).tolist()
+
+    def work_in_turn(
+        self, fragment: Fragment, num_clusters: int, max_rank: int
+    ) -> Mapping[str, Sizes]:
+        """Return what matrices work in."""
+        factors = self._factors(fragment, num_clusters, max_rank)
+        each = {role: np.full(num_clusters, size) for role, size in factors.work.items()}
+        return {**each, "sum of a factor": factors.sums}
+
+    def _factors(self, fragment: Fragment, num_clusters: int, max_rank: int) -> FactorBytes:
+        """Return what factors take, of the owners by which shard 0 goes.
+
+        Another's are those of the next clusters.
+        """
+        matrices = self._matrices(self.split(fragment)[0], max_rank or self.rank or 0)
+        return factor_bytes(matrices, self.factor_format, num_clusters, fragment.id, self.kernels)
 
 
 @lru_cache(maxsize=1024)

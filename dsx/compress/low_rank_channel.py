@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,10 +12,10 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
 from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
-from dsx.compress.owners import factor_owners, two_sides
+from dsx.compress.owners import Owners, factor_owners, factor_sizes, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
-from dsx.core.buffers import Opening
-from dsx.core.exchange import Exchange, ExchangeRound, together
+from dsx.core.buffers import Opening, Overlay, Turns
+from dsx.core.exchange import Exchange, ExchangeRound, next_round, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
 
@@ -47,14 +48,19 @@ class LowRankChannel:
         ranks = [min(max_rank, method.largest_rank(s)) for s in taken]
         matrices = tuple((m, n, rank) for (m, n), rank in zip(sides, ranks, strict=True))
         owners = factor_owners(matrices, seat.num_clusters, fragment.id + seat.shard)
+        # a round has factors or, of the same matrices, codes
+        memory = self._memory(taken, zip(ranks, owners, strict=True))
+        messages = Overlay(memory, opening.buffers)
         self._matrices = [
-            LowRankMatrix(s, rank, seat, by, opening, method)
+            LowRankMatrix(s, rank, seat, by, opening, method, messages)
             for s, rank, by in zip(taken, ranks, owners, strict=True)
         ]
-        self._rest = self._coded_parts(rest, fragment.id, 0)
-        self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
+        self._rest = self._coded_parts(rest, fragment.id, 0, opening)
+        in_place = replace(opening, buffers=Overlay(memory, opening.buffers))
+        self._dense = self._coded_parts(taken, fragment.id, 500, in_place, keeps_mean=False)
         self._small = SmallPart(method.small_wire, fragment, seat, opening)
         self._rank = opening.state.zeros(1, dtype="int64")  # of the round before; 0: none yet
+        self._probed = opening.buffers.zeros(1, dtype="int64")  # the round that was probed last
         self.spectrum = opening.buffers.zeros(max_rank + 1)
 
     @property
@@ -70,16 +76,54 @@ class LowRankChannel:
         """The residuals of everything that is coded, matrices included."""
         return {**coding_errors("rest", self._rest), **coding_errors("residual", self._dense)}
 
+    @property
+    def settled(self) -> Collection[str]:
+        """The residuals of what is sent."""
+        return [name for name, error in self.errors.items() if not error.is_of_mean]
+
+    @property
+    def probes(self) -> Mapping[str, Tensor]:
+        """What the matrices' probes have seen."""
+        return {"round": self._probed, **{m.name: m.probed for m in self._matrices}}
+
+    def take_in(self, x: Tensor, launch: Launch) -> None:
+        """Probe the matrices, and add to everything what was lost before."""
+        if not self._method.is_dense_round(launch.round):
+            rank = self._method.rank_of(launch)
+            for matrix in self._matrices:
+                matrix.begin(x, min(rank, matrix.max_rank), launch.round)
+            if int(self._probed) != launch.round:
+                self._probed.zero_()  # none, while they are made
+                with self._opening.turns.lock:
+                    for matrix in self._matrices:
+                        matrix.probe()
+                self._probed.fill_(launch.round)
+        for part in (*self._rest, *self._dense):
+            part.take_in(x)
+
+    def settle(self, x: Tensor, launch: Launch) -> None:
+        """Let every residual be what the own codes, or the own factors, miss of `x`."""
+        self.take_in(x, launch)
+        is_dense = self._method.is_dense_round(launch.round)
+        for part in (*self._rest, *(self._dense if is_dense else ())):
+            part.settle(x)
+        for part in () if is_dense else self._dense:
+            if part.residual is not None:
+                with part.residual.opened() as residual, self._opening.turns.lock:
+                    for matrix in self._matrices:
+                        matrix.write_lost(residual, part.start, part.stop)
+
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""
         self.spectrum.zero_()
+        self.take_in(x, launch)
         parts: list[Generator[ExchangeRound, None, object]] = [
             part.exchange(x, launch) for part in self._rest
         ]
         if self._method.is_dense_round(launch.round):
             parts += [part.exchange(x, launch) for part in self._dense]
         elif self._matrices:
-            parts.append(self._exchange_factors(x, launch))
+            parts.append(in_turn(self._exchange_factors(launch), self._opening.turns))
         yield from together(*parts, self._small.exchange(x, launch))
         return x
 
@@ -90,26 +134,20 @@ class LowRankChannel:
 
     def recode(self, x: Tensor, launch: Launch) -> None:
         """Encode the runs once more, for their residuals."""
+        self.take_in(x, launch)
         for part in (*self._rest, *self._dense):
             part.recode(x, launch)
 
-    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[ExchangeRound, None, None]:
+    def _exchange_factors(self, launch: Launch) -> Generator[ExchangeRound, None, None]:
         rank = self._method.rank_of(launch)
         has_residual = any(part.residual is not None for part in self._dense)
         is_cold = int(self._rank) != rank
-        for matrix in self._matrices:
-            matrix.begin(x, min(rank, matrix.max_rank), launch.round)
-        for part in self._dense:  # the same residual as in dense rounds
-            part.add_residual(x)
-        for iteration in range(2 if is_cold else 1):
+        for _ in range(2 if is_cold else 1):
             for matrix in self._matrices:
                 matrix.encode_p()
             yield from self._average_p()
             for matrix in self._matrices:
                 matrix.encode_q()
-            is_last = iteration == int(is_cold)
-            if is_last:
-                self._keep_residuals(x)
             yield from self._average_q()
             for matrix in self._matrices:
                 matrix.take_q()
@@ -169,27 +207,39 @@ class LowRankChannel:
         clusters = range(self._seat.num_clusters)
         return ExchangeRound([outgoing(c) for c in clusters], [incoming(c) for c in clusters])
 
-    def _keep_residuals(self, x: Tensor) -> None:
-        """Let every residual be what the own factors miss of `x`."""
-        if any(part.residual is not None and part.residual.is_in_place for part in self._dense):
-            for matrix in self._matrices:
-                matrix.leave_lost(self._opening.work)
-        for part in self._dense:
-            if part.residual is None:
-                continue
-            if part.residual.is_in_place:
-                part.residual.write(x[part.start : part.stop])
-                continue
-            with part.residual.opened() as residual:
-                for matrix in self._matrices:
-                    matrix.write_lost(residual, part.start, part.stop)
+    def _memory(self, taken: Sequence[Slot], by_matrix: Iterable[tuple[int, Owners]]) -> Tensor:
+        """Return memory for the messages of matrices, in factors or in codes, uint8."""
+        method, seat = self._method, self._seat
+        in_codes = method.message_bytes(runs_of(taken), seat.num_clusters)[seat.position]
+        in_factors = 0
+        for rank, owners in by_matrix:
+            sizes = factor_sizes(rank, method.factor_format, owners, seat.position)
+            in_factors += sizes.num_bytes(seat.num_clusters)
+        return self._opening.buffers.zeros(max(int(in_codes), in_factors), dtype="uint8")
 
     def _coded_parts(
-        self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
+        self,
+        slots: list[Slot],
+        fragment: int,
+        first: int,
+        opening: Opening,
+        keeps_mean: bool = True,
     ) -> list[CodedPart]:
         ranges = runs_of(slots)
         seeds = [part_seed(fragment, first + i, self._seat) for i in range(len(ranges))]
         return [
-            CodedPart(self._method, a, b, self._seat, seed, keeps_mean, self._opening)
+            CodedPart(self._method, a, b, self._seat, seed, keeps_mean, opening, True)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]
+
+
+def in_turn(
+    exchange: Generator[ExchangeRound, None, object], turns: Turns
+) -> Generator[ExchangeRound, None, None]:
+    """Run an exchange that works in what is taken turns with, whenever it does not wait."""
+    while True:
+        with turns.lock:
+            round, _ = next_round(exchange)
+        if round is None:
+            return
+        yield round

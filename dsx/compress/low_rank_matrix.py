@@ -2,7 +2,7 @@
 
 Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
 call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
-are used: in work space that all matrices of a channel share.
+are used: in work space that all matrices of a rank take turns with (`Opening.turns`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsx.compress.factors import UpCodec, product
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
-from dsx.core.buffers import Opening, SharedWork
+from dsx.core.buffers import Buffers, Opening
 from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
@@ -51,6 +51,7 @@ class LowRankMatrix:
         owners: Owners,
         opening: Opening,
         settings: FactorSettings,
+        messages: Buffers,
     ) -> None:
         self.name = slot.name
         self.max_rank = max_rank
@@ -62,44 +63,45 @@ class LowRankMatrix:
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows = max_rank + NUM_PROBES
-        buffers = opening.buffers
-        self._work = buffers.work
+        turns = opening.turns.buffers
+        self._work = turns.work
         self.warm = opening.state.zeros(max_rank, self._n)
-        self._probed = buffers.zeros(NUM_PROBES, self._m)
+        self.probed = opening.buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
         sizes = factor_sizes(max_rank, wire, owners, seat.position)
-        sent = buffers.zeros(sizes.sent, dtype="uint8")
-        received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
-        means = [buffers.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
+        sent = messages.zeros(sizes.sent, dtype="uint8")
+        received = messages.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
+        means = [messages.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
         self.p, self.q = (
-            Factor(blocks, rows, wire, seat, kernels, buffers, (sent, received, mean))
+            Factor(blocks, rows, wire, seat, kernels, turns, (sent, received, mean))
             for blocks, mean in zip((owners.p, owners.q), means, strict=True)
         )
-        self._told = buffers.zeros(sizes.told, dtype="uint8")
+        self._told = messages.zeros(sizes.told, dtype="uint8")
         self._sums_wire = of_sums(wire)
         self._sums = {
-            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, buffers)
+            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, turns)
             for block in (owners.p if owners.is_cut else ())
         }
         self._total_square = self._missed_square = 0.0
 
     def begin(self, x: Tensor, rank: int, round: int) -> None:
-        """Start a round on the matrix inside `x`; from random columns where there are no others.
-
-        The probes see the matrix before a residual is added: what a residual has collected says
-        nothing of the rank that pseudo-gradients need.
-        """
+        """Start a round on the matrix inside `x`; from random columns where there are no others."""
         slot = self._slot
         self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
         self.rank, self._round = rank, round
         self._num_warm = min(rank, self._warm_rank())
-        torch.mm(self._random()[rank:], self._matrix.T, out=self._probed)
+
+    def probe(self) -> None:
+        """Let the probes see the matrix, before a residual is added: what a residual has collected
+        says nothing of the rank that pseudo-gradients need.
+        """
+        torch.mm(self._random()[self.rank :], self._matrix.T, out=self.probed)
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
         p = self._work("p", (self.rank + NUM_PROBES, self._m))
         torch.mm(self._start(), self._matrix.T, out=p[: self.rank])
-        p[self.rank :].copy_(self._probed)
+        p[self.rank :].copy_(self.probed)
         self.p.encode(p, self.rank, self._round_seed)
 
     def encode_q(self) -> None:
@@ -181,12 +183,10 @@ class LowRankMatrix:
             return
         place = slot.offset - start
         lost = residual[place : place + slot.numel].view(self._m, self._n)
-        torch.sub(self._matrix, self._own_product(lost), out=lost)
-
-    def leave_lost(self, work: SharedWork) -> None:
-        """Let the matrix be what the own codes miss of it, until `write_mean`."""
-        with work.taken(self._slot.numel) as space:
-            self._matrix.sub_(self._own_product(space.view(self._m, self._n)))
+        own = self._work("q", (self.rank, self._n))
+        self.q.decode_own(own)
+        torch.mm(self._decoded_p().T, own, out=lost)
+        torch.sub(self._matrix, lost, out=lost)
 
     def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
         """Return the squared singular values of the mean, descending, and |M|_F^2 to match.
@@ -201,12 +201,6 @@ class LowRankMatrix:
             return squares, kept + self._missed_square
         share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
         return squares, kept / share
-
-    def _own_product(self, out: Tensor) -> Tensor:
-        """Return in `out` what everybody decodes of this cluster's Q, with the mean P."""
-        own = self._work("q", (self.rank, self._n))
-        self.q.decode_own(own)
-        return torch.mm(self._decoded_p().T, own, out=out)
 
     @property
     def _round_seed(self) -> int:
@@ -232,14 +226,14 @@ class LowRankMatrix:
 
     def _codes(self, is_p: bool) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a mean factor, from the bytes that everybody has."""
-        role, factor = ("codes of p", self.p) if is_p else ("codes of q", self.q)
+        role, factor = ("p", self.p) if is_p else ("q", self.q)
         codes = self._work(role, (self.rank, factor.length))
         return codes, factor.codes(codes)
 
     def _decoded_p(self) -> Tensor:
         """Return the mean P."""
         codes, scales = self._codes(is_p=True)
-        return torch.mul(codes, scales, out=self._work("p", (self.rank, self._m)))
+        return codes.mul_(scales)
 
     def _random(self) -> Tensor:
         """Return the round's random directions `[rank, n]`, and the probes below them."""

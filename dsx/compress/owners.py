@@ -125,6 +125,11 @@ class FactorSizes(NamedTuple):
     mean_q: int
     told: int
 
+    def num_bytes(self, num_clusters: int) -> int:
+        """Return what they take: what is received comes from every other cluster."""
+        received = (num_clusters - 1) * self.received
+        return self.sent + received + self.mean_p + self.mean_q + self.told
+
 
 def factor_sizes(max_rank: int, wire: Wire, owners: Owners, position: int) -> FactorSizes:
     """Return the messages of a matrix at one cluster."""
@@ -147,12 +152,14 @@ def factor_sizes(max_rank: int, wire: Wire, owners: Owners, position: int) -> Fa
 
 
 class FactorBytes(NamedTuple):
-    """What the matrices of a channel take: each its messages, by cluster, and work space.
+    """What the matrices of a channel take: messages, by cluster, what probes have seen, and work
+    space by role.
 
     `sums` is of the work space what a cluster adds a factor up in, the largest that it owns.
     """
 
-    num_bytes: Sizes
+    messages: Sizes
+    probes: int
     work: Mapping[str, int]
     sums: Sizes
 
@@ -163,7 +170,7 @@ def factor_bytes(
     """Return what the matrices `(m, n, largest rank)` of a channel take, warm starts apart."""
     by_matrix = factor_owners(matrices, num_clusters, first)
     num_bytes, sums = (np.zeros(num_clusters, dtype=np.int64) for _ in range(2))
-    work: dict[str, int] = {}
+    work, probes = dict[str, int](), 0
     alike = Counter(zip(matrices, by_matrix, strict=True))
     for ((m, n, rank), owners), count in alike.items():
         rows = rank + NUM_PROBES
@@ -176,21 +183,21 @@ def factor_bytes(
             told[block.owner] += size * (block.owner != owners.qr)
             told[owners.qr] += size
         sizes = factor_sizes(rank, wire, owners, owners.qr)
-        held = 4 * NUM_PROBES * m + sizes.sent + sizes.mean_p + sizes.mean_q
+        held = sizes.sent + sizes.mean_p + sizes.mean_q
+        probes += count * 4 * NUM_PROBES * m
         num_bytes += count * (held + told + (num_clusters - 1) * received.max(axis=0))
         for block, height in [(b, rows) for b in owners.p] + [(b, rank) for b in owners.q]:
             sums[block.owner] = max(sums[block.owner], 4 * height * block.length)
         sums[owners.qr] = max(sums[owners.qr], 4 * rows * m)
         most = max([rows * b.length for b in owners.p] + [rank * b.length for b in owners.q])
         needed = {
-            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n,
-            "codes of p": 4 * rank * m, "codes of q": 4 * rank * n, "scaled": 4 * most,
+            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n, "scaled": 4 * most,
         }  # fmt: skip
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
         codecs = [item for each in formats for item in each.work(most, kernels).items()]
         for role, size in (*needed.items(), *codecs):
             work[role] = max(work.get(role, 0), size)
-    return FactorBytes(num_bytes, work, sums)
+    return FactorBytes(num_bytes, probes, work, sums)
 
 
 @lru_cache(maxsize=1024)

@@ -38,7 +38,8 @@ class CodedPart(CodedRun):
     """One run of elements, averaged in codes.
 
     `keeps_mean`: whether the owner of a slice keeps what coding the mean loses; not for what
-    travels in codes now and then only.
+    travels in codes now and then only. `is_settled`: the residual is added to values by `take_in`,
+    and made anew by `settle`, not by the exchange.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class CodedPart(CodedRun):
         seed: int,
         keeps_mean: bool = True,
         opening: Opening | None = None,
+        is_settled: bool = False,
     ) -> None:
         self.start, self.stop = start, stop
         self._seed = seed
+        self._is_settled = is_settled
         opening = opening or Opening()
         self.mean = CodedMean(
             stop - start, method.up, method.down, seat, method.kernels, opening=opening
@@ -66,7 +69,7 @@ class CodedPart(CodedRun):
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
         run, seed = x[self.start : self.stop], self._seed_of(launch)
-        return self.mean.exchange(run, self.residual, seed, self.of_mean, launch.round)
+        return self.mean.exchange(run, self._coded_with, seed, self.of_mean, launch.round)
 
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode the run inside `x`, in place of it what is decoded."""
@@ -76,18 +79,23 @@ class CodedPart(CodedRun):
     def recode(self, x: Tensor, launch: Launch) -> None:
         """Make the residual what the exchange of the run inside `x`, used up, would have left."""
         run, seed = x[self.start : self.stop], self._seed_of(launch)
-        self.mean.recode(run, self.residual, seed)
+        if self.residual is not None:
+            self.mean.recode(run, self._coded_with, seed)
 
-    def add_residual(self, x: Tensor) -> None:
-        """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
-        if self.residual is None:
-            return
-        run = x[self.start : self.stop]
-        if self.residual.is_in_place:
-            self.residual.add_to(run)
-            return
-        with self.residual.opened() as residual:
-            run.add_(residual)
+    def take_in(self, x: Tensor) -> None:
+        """Add what was lost before to the run inside `x`."""
+        if self.residual is not None:
+            self.residual.add_to(x[self.start : self.stop])
+
+    def settle(self, x: Tensor) -> None:
+        """Make the residual what the codes made last miss of the run inside `x`, taken in."""
+        if self.residual is not None:
+            with self.residual.opened() as lost:
+                self.mean.write_lost(x[self.start : self.stop], lost)
+
+    @property
+    def _coded_with(self) -> Residual | None:
+        return None if self._is_settled else self.residual
 
     def _seed_of(self, launch: Launch) -> int:
         return self._seed + 1_000_003 * launch.round

@@ -30,11 +30,22 @@ class Buffers:
     With `pages`, on the host and made of those. A dtype is named; fp32 unless said.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", pages: Pages | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        pages: Pages | None = None,
+        is_on_disk: bool = False,
+    ) -> None:
         self._device = device
         self._pages = pages
+        self._is_on_disk = is_on_disk
         self._given = 0
         self._work: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether what it gives lies in files."""
+        return self._is_on_disk
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +80,27 @@ class Buffers:
         return buffer[:numel].view(shape)
 
 
+class Overlay(Buffers):
+    """Gives parts of `memory`, uint8, one behind another, and work space of the `buffers` it is of.
+
+    Who holds another overlay of that memory uses it at other times.
+    """
+
+    def __init__(self, memory: Tensor, buffers: Buffers) -> None:
+        super().__init__()
+        self._memory, self._at = memory, 0
+        self.work = buffers.work
+
+    def zeros(self, *shape: int, dtype: str = "float32") -> Tensor:
+        """Return the next part of the memory, contents undefined."""
+        import torch
+
+        kind: Any = getattr(torch, dtype)
+        start, self._at = self._at, self._at + prod(shape) * kind.itemsize
+        assert self._at <= self._memory.numel(), "more is laid over memory than there is"
+        return self._memory[start : self._at].view(kind).view(shape)
+
+
 class SharedWork:
     """Work space that the threads of a rank take turns with."""
 
@@ -83,11 +115,23 @@ class SharedWork:
             yield self._buffers.work("shared", (numel,))
 
 
+class Turns:
+    """Work space that a rank's exchanges take turns with: who holds `lock` works in `buffers`.
+
+    What lies there lasts as long as that: never over a message, which others are waited for.
+    """
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self.buffers = buffers or Buffers()
+        self.lock = Lock()
+
+
 @dataclass(frozen=True)
 class Opening:
     """What a channel is opened with: where all that it allocates comes from.
 
-    `work` is shared by a rank's channels. `at_launch`: so many launches may lie encoded, not yet
+    `work` and `turns` are shared by a rank's channels; who holds both has taken `work` first.
+    `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
     Its state, which a checkpoint carries, is in `state`, and copies of that in `before`.
     """
@@ -95,6 +139,7 @@ class Opening:
     buffers: Buffers = field(default_factory=Buffers)
     state: Buffers = field(default_factory=Buffers)
     work: SharedWork = field(default_factory=SharedWork)
+    turns: Turns = field(default_factory=Turns)
     at_launch: int = 0
     encoding: Buffers = field(default_factory=Buffers)
     before: Buffers = field(default_factory=Buffers)
@@ -135,7 +180,7 @@ class Allocator:
         """Return buffers for what is touched once a round: on disk, or else `on_host`."""
         if self._disk is None:
             return self.on_host(purpose, is_pinned)
-        return self.adopt(purpose, Buffers("cpu", self._disk))
+        return self.adopt(purpose, Buffers("cpu", self._disk, is_on_disk=True))
 
     def adopt(self, purpose: str, buffers: Buffers) -> Buffers:
         """Count buffers that were opened elsewhere, too, and return them."""

@@ -27,13 +27,14 @@ from dsx.core.recorder import Recorder
 from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import SyncParams
 from dsx.method.method import Method
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.guard import square_of
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Arrived, TransferBuffers
+from dsx.outer.transfer import Arrived
 
 Measure = Callable[[Tensor], Tensor]
 OnResult = Callable[["Attempt", FragmentChannel, Tensor], object]
@@ -60,7 +61,7 @@ class Attempt:
     pending: Pending | None = None  # of the attempts at it
     notes: Mapping[int, bytes] | None = None  # what came beside a result of others
     told: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see saved_places.py
-    square: float | None = None  # of what codes carry, where they are made at the launch
+    square: float | None = None  # of what is sent: of codes, where they are made at the launch
     is_coded: bool = True  # or has to be, before anybody looks at what is kept
     turn: AbstractContextManager[bool] = field(default_factory=Lock, repr=False)
 
@@ -85,29 +86,35 @@ class Attempt:
         """
         buffers, is_finite, anchor = self.buffers, self.is_finite(), self.anchor_hash()
         num_members = channel.seat.num_clusters
-        self._begin(num_members)
-        square = self._square() if is_finite else 0.0
+        square = self.own_square() if is_finite else 0.0
         buffers.parity = ParityResult(is_idle=self.is_idle, anchor=anchor, square=square)
         return (
             yield from channel.exchange(
-                buffers.wire, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,
-                measure, lambda: self._begin(num_members),
+                buffers.sent, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,
+                measure, lambda: self._lay_out(num_members),
             )
         )  # fmt: skip
 
-    def _square(self) -> float:
-        """Return that of this cluster's share; what was coded at a launch before is in `kept`."""
-        if self.square is not None:
-            return self.square
-        is_kept = self.buffers.sent is self.buffers.wire and self.buffers.kept is not None
-        return square_of(cast(Tensor, self.buffers.kept) if is_kept else self.buffers.wire)
+    def own_square(self) -> float:
+        """Return that of this cluster's share; what was coded at a launch before is in `kept`.
 
-    def _begin(self, num_members: int) -> None:
-        """Lay out what is sent, where an attempt works on it."""
+        Taken once: what is sent takes in what was lost before, when an attempt has ended.
+        """
+        if self.square is None:
+            is_kept = self.buffers.is_shared and self.buffers.kept is not None
+            self.square = square_of(
+                cast(Tensor, self.buffers.kept) if is_kept else self.buffers.sent
+            )
+        return self.square
+
+    def _lay_out(self, num_members: int) -> Tensor:
+        """Lay out what is sent, where an attempt works on it; return where that is."""
         buffers = self.buffers
-        if buffers.sent is not buffers.wire:
-            buffers.wire.copy_(buffers.sent)
+        wire = buffers.begin()
+        if not buffers.is_shared:
+            wire.copy_(buffers.sent)
         buffers.sideband.lay_out(buffers.posted, num_members)
+        return wire
 
 
 class Attempts:
@@ -169,7 +176,7 @@ class Attempts:
         fragment = attempt.what.fragment
         if not self._state.is_sent(fragment):
             attempt.buffers.parity = ParityResult(is_idle=attempt.is_idle)
-            return Arrived(attempt.buffers.wire)
+            return Arrived(attempt.buffers.begin())
 
         def begin() -> Exchange:
             exchange = self._exchange(attempt, sync_params)

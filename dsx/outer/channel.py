@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from inspect import signature
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -63,7 +64,10 @@ class FragmentChannel:
             for name, error in self.codec.errors.items():
                 if not error.is_of_mean:
                     del changed[f"codec.{name}"]
-        self.before = StateBefore(changed, self.parity_check.memory, opening.before)
+        settled = {f"codec.{n}": self.codec.slots[n] for n in getattr(self.codec, "settled", ())}
+        changed = {name: tensor for name, tensor in changed.items() if name not in settled}
+        memory = self.parity_check.memory
+        self.before = StateBefore(changed, memory, opening.before, settled)
 
     def open(self, seat: Seat) -> None:
         """Go on under another membership; between two transfers, none being under way.
@@ -80,7 +84,7 @@ class FragmentChannel:
             messages = cast(EncodingChannel, self.codec).messages(Launch(number))
             for name, codes in cast(EncodingChannel, codec).messages(Launch(number)).items():
                 messages[name].copy_(codes)
-        self.before.restored(next_round)
+        self.restored(next_round, probes=_probes_of(codec))
         self.parity_check.memory.copy_(memory)
         not_carried = _carry(codec, self.codec)
         if not_carried:
@@ -96,20 +100,39 @@ class FragmentChannel:
         named = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
         return {**named, "parity_check.memory": self.parity_check.memory}
 
+    @property
+    def probes(self) -> Mapping[str, Tensor]:
+        """What the codec has seen of the contribution coded last, by name: for a checkpoint."""
+        return _probes_of(self.codec)
+
+    def restored(
+        self,
+        next_round: int,
+        earlier: Mapping[str, Tensor] | None = None,
+        is_settled: bool = False,
+        probes: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Begin anew, as `StateBefore.restored`, with what the codec had seen."""
+        self.before.restored(next_round, earlier, is_settled)
+        for name, tensor in self.probes.items():
+            tensor.copy_(probes[name]) if name in probes else tensor.zero_()
+
     def exchange(
         self,
-        x: Tensor,
+        sent: Tensor,
         is_finite: Callable[[], bool],
         launch: Launch,
         parity: ParityResult,
         sideband: Sideband,
         measure: Callable[[Tensor], Tensor] | None,
-        again: Callable[[], object],
+        lay_out: Callable[[], Tensor],
     ) -> Exchange:
-        """Average `x` in place, with the sideband; zeros, and nothing averaged, if refused.
+        """Average what `lay_out` returns, in place, with the sideband; zeros, and nothing averaged,
+        if refused.
 
-        `is_finite` is asked first, and returns once `x` is there. What it returns all clusters
-        hold. Where they do not, `again` puts contribution and sideband back for another attempt;
+        `is_finite` is asked first, and returns once `sent`, the contribution, is there; `lay_out`
+        once all have met: it lays it out where it becomes the mean, and the sideband, too. What the
+        exchange returns all clusters hold. Where they do not, it is laid out for another attempt;
         after the last one it is as if refused, and `parity.uncommitted` says whose differed.
         """
         places = len(self.seat.membership.places)
@@ -119,7 +142,7 @@ class FragmentChannel:
                 f"cluster(s), but the run of the membership of epoch {self.seat.membership.epoch} "
                 f"has {places}; make its buffers for that number"
             )
-        return self._committed(x, is_finite, launch, parity, sideband, measure, again)
+        return self._committed(sent, is_finite, launch, parity, sideband, measure, lay_out)
 
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode a launch before its exchange; `x`, in place, becomes this cluster's share.
@@ -146,10 +169,14 @@ class FragmentChannel:
         own = getattr(self.codec, "can_recode", None)
         return not self.codec.slots if own is None else bool(own(launch))
 
-    def recode(self, x: Tensor, launch: Launch) -> None:
-        """Make the codec's state what the exchange of `x`, used up, would leave; if it can."""
+    def recode(self, x: Tensor, sent: Tensor, launch: Launch) -> None:
+        """Make the codec's state what the exchange of `sent` would leave; if it can.
+
+        `x` holds the same, and is used up.
+        """
         if self.codec.slots:
             self.codec.recode(x, launch)
+            self._settle(sent, launch)
 
     def follow(
         self, launch: Launch, x: Tensor, parity: ParityResult, slots: Mapping[str, Tensor]
@@ -171,15 +198,19 @@ class FragmentChannel:
         yield from self.parity_check.exchange(True, parity)
         return torch.empty(0)
 
+    def _settle(self, sent: Tensor, launch: Launch) -> None:
+        if self.before.settled:
+            self.before.settle(launch.round, lambda: self.codec.settle(sent, launch))
+
     def _committed(
         self,
-        x: Tensor,
+        sent: Tensor,
         is_finite: Callable[[], bool],
         launch: Launch,
         parity: ParityResult,
         sideband: Sideband,
         measure: Callable[[Tensor], Tensor] | None,
-        again: Callable[[], object],
+        lay_out: Callable[[], Tensor],
     ) -> Exchange:
         is_finite_here = is_finite()
         self.before.begin(launch.round)
@@ -187,6 +218,8 @@ class FragmentChannel:
         self.before.met = launch.round
         if not parity.is_refused:
             self.before.keep(launch.round)
+        with self.before.gate:  # what was sent before may now be written
+            x = lay_out()
         differing: list[int] = []
         for attempt in range(1, ATTEMPTS + 1):
             average = self._average(x, launch, parity)
@@ -196,6 +229,7 @@ class FragmentChannel:
             if not differing:
                 if not parity.is_refused:
                     self.parity_check.remember(launch.round, mean_hash)
+                    self._settle(sent, launch)
                 self.before.ended = launch.round
                 return mean
             if not parity.is_refused:
@@ -206,7 +240,7 @@ class FragmentChannel:
                     "applies it, and it is averaged again", self._fragment.id, launch.round,
                     ", ".join(f"cluster {id}" for id in differing),
                 )  # fmt: skip
-                again()
+                x = lay_out()
         parity.uncommitted, parity.is_refused = differing, True
         self.before.ended = launch.round
         sideband.values.zero_()
@@ -222,6 +256,10 @@ def common_slots(channel: FragmentChannel) -> dict[str, Tensor]:
     """Return the codec's state that is the same in all clusters: all but residuals."""
     codec = channel.codec
     return {name: slot for name, slot in codec.slots.items() if name not in codec.errors}
+
+
+def _probes_of(codec: Channel) -> Mapping[str, Tensor]:
+    return getattr(codec, "probes", {})
 
 
 def _carry(before: Channel, after: Channel) -> list[str]:

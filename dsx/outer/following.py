@@ -53,15 +53,17 @@ class Following:
             raise
         buffers, tensors = attempt.buffers, opened.tensors
         buffers.parity = replace(parity, is_idle=attempt.is_idle, square=0.0)
+        with channel.before.gate:  # what was sent before may now be written
+            wire = buffers.begin()
         if "mean" in tensors:
-            buffers.wire.copy_(tensors["mean"])
+            wire.copy_(tensors["mean"])
         if "sideband" in tensors:
             buffers.sideband.values.copy_(tensors["sideband"])
         slots = {n.removeprefix("codec."): t for n, t in tensors.items() if n.startswith("codec.")}
-        channel.follow(attempt.launch, buffers.wire, buffers.parity, slots)
+        channel.follow(attempt.launch, wire, buffers.parity, slots)
         attempt.notes = {int(id): text.encode() for id, text in opened.values["notes"].items()}
         self._sources.say("drop", number)
-        return buffers.wire
+        return wire
 
     def forget(self) -> None:
         """Let go of what nobody has taken: this cluster averages again."""

@@ -52,11 +52,11 @@ class HandOver:
                 buffers.wire,
                 buffers.sideband.values,
             )
-            if buffers.sent is buffers.wire:  # where a later launch is encoded
+            if buffers.is_shared:  # where a later launch is encoded
                 wire = wire.clone()
         elif seat.position in self.takers:
             assert attempt is not None
-            wire, sideband = attempt.buffers.wire, attempt.buffers.sideband.values
+            sideband = attempt.buffers.sideband.values
         taken = attempt if seat.position in self.takers else None
         return self._exchange(numel, table, sideband, wire, seat, channel, taken)
 
@@ -73,6 +73,8 @@ class HandOver:
         yield self._round([table, sideband], seat)
         if taken is not None:
             taken.buffers.parity = _heard(table, taken, seat)
+            with channel.before.gate:  # what was sent before may now be written
+                wire = taken.buffers.begin()
             self._code_again(channel, taken)
         for start in range(0, numel, PIECE):
             yield self._round([wire[start : start + PIECE]], seat)
@@ -100,9 +102,10 @@ class HandOver:
         channel.before.met = self.round
         if not buffers.parity.is_refused:
             channel.before.keep(self.round)
-            if buffers.sent is not buffers.wire:
+            if not buffers.is_shared:
                 buffers.wire.copy_(buffers.sent)
-            channel.recode(buffers.wire, attempt.launch)
+            buffers.parity.square = attempt.own_square()
+            channel.recode(buffers.wire, buffers.sent, attempt.launch)
 
 
 def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:

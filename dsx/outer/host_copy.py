@@ -20,7 +20,7 @@ from torch import Tensor
 from dsx.core.engine import EngineAdapter
 from dsx.core.waits import waiting_for
 from dsx.method.method import Method
-from dsx.outer.transfer import TransferBuffers
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.whole_matrices import MatrixGather
 
 

@@ -57,8 +57,8 @@ class Launches:
         """
         timer = self._trace.span_timer("launch", fragment, step)
         delay, state = self._method.delay, self._state
-        slots, buffers = state.slots[fragment], state.take_buffers(fragment)
-        buffers.round = history.launches[fragment] + 1
+        slots = state.slots[fragment]
+        buffers = state.take_buffers(fragment, history.launches[fragment] + 1)
         local = state.outgoing(fragment)
         self._adapter.read(fragment, local)
         timer.mark("read")

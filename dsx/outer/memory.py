@@ -6,16 +6,19 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     anchor 4n, outer optimizer 4n per slot, or 2n in bf16, delay policy 4n per slot, but as the
     outer optimizer where it has the same, too (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
-    attempts: what is sent, kept as it was, 4wb (on the host, pinned; where codes are made at the
-    launch, they are kept instead), and the codec's state of before the attempt under way,
-    channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
+    attempts: what is sent, kept as it was, 4w (on the host, pinned; transfers take turns with those
+    vectors: arenas.py; where codes are made at the launch, they are kept instead), and the codec's
+    state of before the attempt under way, but for residuals that change at its end (low rank),
+    channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
+    factors once for all fragments, which take turns),
     work space: 2 vectors of L shared by all fragments; one more where local parameters, or
     penalties of single elements, go into the outer step, and where norms of tensors are taken;
     with slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
-With the state on disk, all but transfers, channels and work space is in files there.
+With the state on disk, all but transfers, channels and work space is in files there, and what is
+sent takes 4wb.
 
 It is what `Allocator` has given (core/buffers.py), which tests compare. On an accelerator there are
 also the contributions that are launched together, 4 bytes per element until they are on the host
@@ -106,12 +109,14 @@ def predict(
     num_clusters: int,
     in_the_cluster: int = 0,
     is_on_accelerator: bool = False,
+    is_on_disk: bool = False,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
     `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
     `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
     `is_on_accelerator`: outer steps are taken there, where 32 MiB more are hashed at a time.
+    `is_on_disk`: the state is.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -125,7 +130,7 @@ def predict(
     wire = sum(f.numel for f in on_the_wire)
     of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
-    sent = 0 if method.encodes_at_launch else wire
+    kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
     longest = max((f.numel for f in fragments), default=0)
     hashed = _HASH_BYTES
     if is_on_accelerator:
@@ -137,7 +142,7 @@ def predict(
         staleness=4 * of_staleness,
         codec=codec,
         transfers=4 * buffers * (wire + sum(sidebands)),
-        attempts=4 * buffers * (sent + sum(sidebands)) + before,
+        attempts=4 * (kept_of_sent * wire + buffers * sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
         work_space=4 * _num_work_vectors(method) * longest
@@ -175,7 +180,11 @@ def _of_channels(
     at_launch = method.max_in_flight if method.encodes_at_launch else 0
     shared = max((compression.shared_work_bytes(f) for f in on_the_wire), default=0)
     found = np.zeros((3, num_clusters), dtype=np.int64)
-    found[2] = shared
+    in_turn: dict[str, Sizes] = {}
+    for fragment in on_the_wire:
+        for role, sizes in compression.work_in_turn(fragment, num_clusters, rank).items():
+            in_turn[role] = np.maximum(in_turn.get(role, 0), sizes)
+    found[2] = shared + sum(in_turn.values())
     for fragment, sideband in zip(on_the_wire, sidebands, strict=True):
         state = compression.state_bytes(fragment, num_clusters, rank)
         copies = compression.before_bytes(fragment, num_clusters, rank, at_launch)

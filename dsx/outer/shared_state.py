@@ -97,7 +97,7 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
             if isinstance(t, Transfer) and t.fragment == fragment.id
         ]  # fmt: skip
         next_round = min(rounds, default=history.launches[fragment.id] + 1)
-        state.channels[fragment.id].before.restored(next_round)
+        state.channels[fragment.id].restored(next_round)
     loop.restore(history, in_flight, has_trained=False)
     loop.notices.places.load(values["places"], is_of_others=True)
     adapter.sync_model_weights()
@@ -150,8 +150,7 @@ def _restored(loop: OuterLoop, entry: Mapping[str, Any]) -> Transfer | NothingYe
     if "number" not in entry:
         return NothingYet(entry["fragment"])
     fragment, sync_params = entry["fragment"], SyncParams(**entry["sync_params"])
-    buffers = loop.state.take_buffers(fragment)
-    buffers.round = entry["round"]
+    buffers = loop.state.take_buffers(fragment, entry["round"])
     if buffers.kept is not None:
         buffers.kept.zero_()
         if loop.method.delay.keeps == "local":
@@ -163,7 +162,7 @@ def _restored(loop: OuterLoop, entry: Mapping[str, Any]) -> Transfer | NothingYe
         fragment=fragment,
         launched=entry["launched"],
         interval=entry["interval"],
-        pending=Unresumed(what) if loop.state.is_sent(fragment) else Arrived(buffers.wire),
+        pending=Unresumed(what) if loop.state.is_sent(fragment) else Arrived(buffers.begin()),
         attempt=attempt,
         contribution_norm=torch.zeros((), device=loop.state.device),
         sync_params=sync_params,

@@ -2,9 +2,9 @@
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
 policy and the staleness penalty, its channel to the other clusters with the codec's state (and what
-that was before the attempt under way), and `TransferBuffers` for every transfer that may be under
-way at a time: on the host (pinned when the state is on an accelerator) what is sent and the buffer
-that travels, both with a sideband, and where the masters are what the delay policy keeps of it.
+that was before the attempt under way), and what the transfers that may be under way at a time take
+turns with (arenas.py): on the host (pinned when the state is on an accelerator) vectors for what is
+sent and what travels, sidebands of both, and where the masters are what the delay policy keeps.
 With a `folder`, in files there: all but what travels, codes, and what is worked in.
 Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
 Nothing is allocated after the first round.
@@ -20,17 +20,17 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork
+from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork, Turns
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import slot_dtypes
+from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.sideband import Sideband, sideband_shape
-from dsx.outer.transfer import TransferBuffers
 
 
 @dataclass
@@ -89,13 +89,11 @@ class StateStore:
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
         kept = None if method.keeps is None else self._of_policies["delay"]
         self._buffers = [
-            [
-                self._new_buffers(f.id, self._travelling, self._attempts, kept)
-                for _ in range(method.max_in_flight)
-            ]
+            self._new_buffers(f.id, self._travelling, self._attempts, kept, method.max_in_flight)
             for f in fragments
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
+        self._turns = Turns(self.allocator.on_host("channels"))
         self.channels = [
             FragmentChannel(
                 method.compression,
@@ -117,19 +115,36 @@ class StateStore:
     def _opening(self) -> Opening:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
         state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
-        return Opening(buffers, state, self._shared_work, self._at_launch, encoding, before)
+        work, turns = self._shared_work, self._turns
+        return Opening(buffers, state, work, turns, self._at_launch, encoding, before)
 
     def _new_buffers(
-        self, fragment: int, travelling: Buffers, attempts: Buffers, kept: Buffers | None
-    ) -> TransferBuffers:
+        self,
+        fragment: int,
+        travelling: Buffers,
+        attempts: Buffers,
+        kept: Buffers | None,
+        count: int,
+    ) -> Arenas:
         numel, shape = self._wire_numel[fragment], self._shapes[fragment]
-        wire = travelling.zeros(numel)
-        sent = wire if self._at_launch else attempts.zeros(numel)
-        sideband, posted = (
-            Sideband(shape, new.zeros(shape.numel)) for new in (travelling, attempts)
-        )
-        of_policy = None if kept is None else kept.zeros(self._numel[fragment])
-        return TransferBuffers(wire, sent, sideband, posted, of_policy)
+        vectors = [travelling.zeros(numel) for _ in range(count)]
+        more = 0 if self._at_launch else count if attempts.is_on_disk else 1
+        others = [attempts.zeros(numel) for _ in range(more)]
+        sidebands: list[tuple[Sideband, Sideband, Tensor | None]] = []
+        for _ in range(count):
+            sideband, posted = (
+                Sideband(shape, new.zeros(shape.numel)) for new in (travelling, attempts)
+            )
+            of_policy = None if kept is None else kept.zeros(self._numel[fragment])
+            sidebands.append((sideband, posted, of_policy))
+        if attempts.is_on_disk and not self._at_launch:
+            return Arenas(sidebands, others, vectors)
+        return Arenas(sidebands, [*vectors, *others], is_shared=bool(self._at_launch))
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is in files."""
+        return self._attempts.is_on_disk
 
     def reopen(self, seat: Seat, fragment: int | None = None) -> None:
         """Go on under another membership, with one fragment, or all; no exchange of it is under
@@ -141,17 +156,21 @@ class StateStore:
                 with self.gate:
                     channel.open(seat.of_shard(channel.seat.shard))
 
-    def more_buffers(self, fragment: int) -> TransferBuffers:
+    def more_buffers(self, fragment: int, round: int) -> TransferBuffers:
         """Return buffers beyond those that are taken in turn, for as long as they are held."""
         new = Buffers()
-        return self._new_buffers(fragment, new, new, None)
+        more = self._new_buffers(fragment, new, new, None, 1).take(round)
+        assert more is not None
+        return more
 
-    def take_buffers(self, fragment: int) -> TransferBuffers:
-        """Return buffers of a fragment that are free, and mark them taken."""
-        free = [buffers for buffers in self._buffers[fragment] if buffers.is_free]
-        assert free, f"fragment {fragment} has more transfers under way than its policy said"
-        free[0].is_free = False
-        return free[0]
+    def take_buffers(self, fragment: int, round: int, sends: bool = True) -> TransferBuffers:
+        """Return buffers of a fragment that are free, for a launch, and mark them taken.
+
+        `sends`: with a vector for what is sent.
+        """
+        taken = self._buffers[fragment].take(round, sends)
+        assert taken, f"fragment {fragment} has more transfers under way than its policy said"
+        return taken
 
     def is_sent(self, fragment: int) -> bool:
         """Whether this rank has anything of a fragment, as it lies or as it travels."""
@@ -164,8 +183,7 @@ class StateStore:
     def free_buffers(self) -> None:
         """Take all buffers back: nothing is under way any more."""
         for of_fragment in self._buffers:
-            for buffers in of_fragment:
-                buffers.is_free = True
+            of_fragment.free()
 
     def scratch(self, fragment: int, purpose: str) -> Tensor:
         """Return the shared work vector for a purpose, cut to the fragment's length."""
@@ -192,7 +210,7 @@ class StateStore:
 
     def sideband_numel(self, fragment: int) -> int:
         """Return how many numbers travel beside each transfer of a fragment."""
-        return self._buffers[fragment][0].sideband.values.numel()
+        return self._shapes[fragment].numel
 
 
 def _make_slots(

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dsx.core.transport import Pending
 from dsx.core.types import History, SyncParams
-from dsx.outer.parity_check import ParityResult
-from dsx.outer.sideband import Sideband
+from dsx.outer.arenas import TransferBuffers
 
 if TYPE_CHECKING:
     from dsx.outer.attempt import Attempt
-
-
-@dataclass
-class TransferBuffers:
-    """The buffers of one transfer under way; they belong to it until it has been applied.
-
-    `sent` and `posted` are the contribution and its sideband, and stay as they are at the launch;
-    `wire` and `sideband` are what an attempt works on, and then the means. Where codes are made at
-    the launch, `sent` is `wire`: the codes are kept by the channel.
-    """
-
-    wire: Tensor
-    sent: Tensor
-    sideband: Sideband
-    posted: Sideband
-    kept: Tensor | None
-    parity: ParityResult = field(default_factory=ParityResult)
-    is_free: bool = True
-    round: int = 0  # the launch whose they are, also once it has been applied
 
 
 @dataclass

@@ -17,4 +17,5 @@ def memory_of(loop: OuterLoop) -> OuterMemory:
         loop.transport.seat.num_clusters,
         adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
         adapter.device.type != "cpu",
+        loop.state.is_on_disk,
     )

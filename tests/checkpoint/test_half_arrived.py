@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dsx.checkpoint.checksums import of_text
+from dsx.checkpoint.files import META_CHECKSUM
+from dsx.checkpoint.transfers import take_stock
+from dsx.compress.low_rank_channel import LowRankChannel
 from dsx.config.schema import preset
 from dsx.engines import simulated
+from dsx.outer.loop import OuterLoop
+from dsx.outer.transfer import Transfer
 from tests.checkpoint.half_arrived import (
     HoldingHub,
     assert_same,
@@ -202,3 +209,75 @@ def test_codes_of_before_vectors_had_owners_are_gone_on_with(tmp_path: Path) -> 
     while second.num_steps < NUM_STEPS:
         second.train_step(loss)
     assert_same(second, whole_run(*case))
+
+
+def as_not_settled(path: Path, loop: OuterLoop) -> int:
+    """Write a file as of before contributions took in what was lost; return how many there are."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = json.loads(file.metadata()["dsx"])
+    tensors = {name: t for name, t in tensors.items() if not name.startswith("probes.")}
+    settled = 0
+    for index, entry in enumerate(meta["in_flight"]):
+        del entry["square"]
+        if entry.pop("is_settled"):
+            settled += 1
+            channel: Any = loop.state.channels[entry["fragment"]].codec
+            contribution, slots = channel.as_it_was
+            assert not torch.equal(contribution, tensors[f"in_flight.sent/{index}"])
+            tensors[f"in_flight.sent/{index}"] = contribution
+            for name, slot in slots.items():
+                tensors[f"before.codec.{name}/{entry['fragment']}"] = slot
+    text = json.dumps(meta)
+    save_file(tensors, path, {"dsx": text, META_CHECKSUM: of_text(text)})
+    path.with_name(f"{path.name}.sha256").unlink()
+    return settled
+
+
+@pytest.mark.parametrize("name", ["one step", "adaptive rank"])
+def test_contributions_beside_what_was_lost_before_are_gone_on_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of before dsx added them up once they had been averaged."""
+
+    def settle(self: Any, x: torch.Tensor, launch: Any) -> None:
+        self.as_it_was = x.clone(), {name: self.slots[name].clone() for name in self.settled}
+        own_settle(self, x, launch)
+
+    own_settle = LowRankChannel.settle
+    monkeypatch.setattr(LowRankChannel, "settle", settle)
+    case = (name, "low rank" if name == "one step" else "own", 2)
+    first, second = stopped(*case, held=(1,)), new_run(*case)
+    save_all(first, tmp_path)
+    paths = sorted(tmp_path.glob("*/dsx_rank_*.safetensors"))
+    counts = [as_not_settled(p, loop) for p, loop in zip(paths, first.loops, strict=True)]
+    assert counts[0] > 0 and not counts[1]  # the other one lacks the mean
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    while second.num_steps < NUM_STEPS:
+        second.train_step(loss)
+    assert_same(second, whole_run(*case))
+
+
+@pytest.mark.parametrize("held", [(1,), (0, 1)])
+def test_what_an_exchange_may_end_while_it_is_written_is_copied(held: tuple[int, ...]) -> None:
+    """What is under way goes on meanwhile, and what it has sent changes at its end."""
+    run = stopped("one step", "low rank", 2, held)
+    for cluster, loop in enumerate(run.loops):
+        with take_stock(loop) as stock:
+            state = [stock.state(fragment.id) for fragment in loop.adapter.fragments]
+            tensors = dict[str, torch.Tensor]()
+            stock.describe(tensors, keeps_last=True)
+        under_way = [t for t in loop.in_flight if isinstance(t, Transfer)]
+        assert under_way
+        for index, transfer in enumerate(loop.in_flight):
+            if not isinstance(transfer, Transfer):
+                continue
+            named, saved = state[transfer.fragment], tensors[f"in_flight.sent/{index}"]
+            settled = loop.state.channels[transfer.fragment].before.settled
+            assert settled and all(torch.equal(named[n], slot) for n, slot in settled.items())
+            assert torch.equal(saved, transfer.buffers.sent)
+            goes_on = cluster in held
+            assert goes_on == (not transfer.pending.has_arrived)
+            assert (saved is not transfer.buffers.sent) == goes_on
+            assert all((named[n] is not slot) == goes_on for n, slot in settled.items())

@@ -55,6 +55,8 @@ class Clusters:
         means, self.bytes_sent = drive(
             [c.exchange(x.clone(), launch) for c, x in zip(self.channels, values, strict=True)]
         )
+        for channel, x in zip(self.channels, values, strict=True):
+            channel.settle(x.clone(), launch)
         assert all(torch.equal(bits(mean), bits(means[0])) for mean in means)
         return means[0]
 

@@ -151,7 +151,8 @@ def test_what_is_in_files_is_told_as_disk(tmp_path: Path, monkeypatch: pytest.Mo
     loop = run.loops[0]
     counts = [len(parameters) for parameters in loop.adapter.fragment_parameters]
     fragments = loop.adapter.fragments
-    told = predict(method, fragments, counts, [g.wire for g in loop.matrix_gathers], 2)
+    wires = [g.wire for g in loop.matrix_gathers]
+    told = predict(method, fragments, counts, wires, 2, is_on_disk=True)
     mapped_bytes = sum(end - begin for begin, end in mappings_in(tmp_path))
     assert mapped_bytes == pytest.approx(2 * told.on_disk("disk"), rel=0.05)  # whole pages
     assert told.on_disk("disk") > 0.4 * told.total and told.on_disk("host") == 0

@@ -164,8 +164,9 @@ def _held(
     gathers = plan_gathers(together, place, compression.takes, None)
     in_cluster = own.buffer_bytes + sum(gather.buffer_bytes for gather in gathers)
     said = predict(
-        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster, is_on_accelerator
-    )
+        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster, is_on_accelerator,
+        config.state.device == "disk",
+    )  # fmt: skip
     adapter: Any = SimpleNamespace(
         fragments=own.fragments, device=torch.device("cpu"), pins_host_memory=False
     )

@@ -105,6 +105,7 @@ def plan_stage(
         config.clusters.num_clusters,
         in_cluster,
         has_accelerators and place == "masters",
+        place == "disk",
     )
     launched = launched_together(config, layouts[rank])
     return RankMemory(

@@ -1,0 +1,128 @@
+"""The vectors that the transfers of one fragment take turns with.
+
+A launch takes one for what it sends. Its exchange takes one to work in, which becomes the mean,
+once the headers have come from all: every cluster has then ended the transfers before it, and what
+those have sent is needed no more. So with b transfers under way at most there are b + 1 vectors:
+each has what it sends or its mean, and one, at a time, has both.
+
+With the state on disk, what is sent lies there, and what travels does not: b vectors of either
+kind. Where codes are made at the launch, they are what is kept of it, and a transfer has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+from torch import Tensor
+
+from dsx.outer.parity_check import ParityResult
+from dsx.outer.sideband import Sideband
+
+
+@dataclass
+class TransferBuffers:
+    """What one transfer under way has; its own until it has been applied, and until others need it.
+
+    `sent` and `posted` are the contribution and its sideband: as they were at the launch, but for
+    what a contribution takes in once it has been averaged. `wire` and `sideband` are what an
+    attempt works on, and then the means. `is_shared`: codes are made at the launch, and `sent` is
+    `wire`. `round` is the launch whose they are, also once it has been applied.
+    """
+
+    sideband: Sideband
+    posted: Sideband
+    kept: Tensor | None
+    arenas: Arenas = field(repr=False)
+    parity: ParityResult = field(default_factory=ParityResult)
+    is_free: bool = True
+    round: int = 0
+    held_sent: Tensor | None = None
+    held_wire: Tensor | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether what is sent becomes its mean."""
+        return self.arenas.is_shared
+
+    @property
+    def sent(self) -> Tensor:
+        """What is sent, fp32 `[numel]` as it travels."""
+        assert self.held_sent is not None, f"launch {self.round}: what was sent is there no more"
+        return self.held_sent
+
+    @property
+    def wire(self) -> Tensor:
+        """What an exchange works in, once `begin` has been called; then the mean."""
+        assert self.held_wire is not None, f"launch {self.round}: its exchange has not begun"
+        return self.held_wire
+
+    def holds(self, round: int) -> bool:
+        """Whether what a launch has sent, and its mean, are still here."""
+        return self.round == round and None not in (self.held_sent, self.held_wire)
+
+    def begin(self) -> Tensor:
+        """Return what an exchange works in, contents undefined; the transfers before have ended."""
+        return self.arenas.begin(self)
+
+
+class Arenas:
+    """Those of one fragment; `take` is for the training thread, `begin` for any one.
+
+    `sent` are vectors for what is sent, `travelling` for what exchanges work in, if others.
+    """
+
+    def __init__(
+        self,
+        sidebands: Sequence[tuple[Sideband, Sideband, Tensor | None]],
+        sent: Sequence[Tensor],
+        travelling: Sequence[Tensor] | None = None,
+        is_shared: bool = False,
+    ) -> None:
+        self.is_shared = is_shared
+        self.buffers = [TransferBuffers(*each, self) for each in sidebands]
+        self._sent, self._travelling = sent, travelling or sent
+        self._lock = Lock()
+
+    def take(self, round: int, sends: bool = True) -> TransferBuffers | None:
+        """Return buffers that are free, for a launch, marked taken; None if there are none.
+
+        `sends`: with a vector for what is sent, contents undefined.
+        """
+        with self._lock:
+            free = [buffers for buffers in self.buffers if buffers.is_free]
+            if not free:
+                return None
+            taken = min(free, key=lambda buffers: buffers.round)
+            taken.is_free, taken.round = False, round
+            mean, taken.held_sent, taken.held_wire = taken.held_wire, None, None
+            if sends or self.is_shared:
+                # an accelerator may still read that mean: what is sent is copied behind it
+                taken.held_sent = self._find(self._sent, round, mean)
+            if self.is_shared:
+                taken.held_wire = taken.held_sent
+            return taken
+
+    def begin(self, buffers: TransferBuffers) -> Tensor:
+        """Return the vector that an exchange works in, the same until others take its buffers."""
+        with self._lock:
+            if buffers.held_wire is None:
+                for other in self.buffers:
+                    if other.round < buffers.round:
+                        other.held_sent = None
+                buffers.held_wire = self._find(self._travelling, buffers.round)
+            return buffers.held_wire
+
+    def free(self) -> None:
+        """Take all back: nothing is under way any more, and rounds may begin anew."""
+        with self._lock:
+            for buffers in self.buffers:
+                buffers.is_free, buffers.round = True, 0
+                buffers.held_sent = buffers.held_wire = None
+
+    def _find(self, vectors: Sequence[Tensor], round: int, best: Tensor | None = None) -> Tensor:
+        held = [t for b in self.buffers for t in (b.held_sent, b.held_wire) if t is not None]
+        free = [vector for vector in vectors if not any(vector is other for other in held)]
+        assert free, f"launch {round}: more is under way than its policy said"
+        return next((vector for vector in free if vector is best), free[0])
