@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,16 +86,37 @@ class Masters:
             [(slot.offset, pieces[slot.name]) for slot in fragment.layout]
             for fragment in self.fragments
         ]
+        self._offsets = [[offset for offset, _ in pieces] for pieces in self._pieces]
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out` `[numel]`, in place."""
-        for offset, piece in self._pieces[fragment]:
-            out[offset : offset + piece.numel].copy_(piece.view())
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment from element `start` on into `out` `[n]`, in place."""
+        for place, live in self._live(fragment, start, start + out.numel()):
+            out[place : place + live.numel()].copy_(live)
 
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
-        for offset, piece in self._pieces[fragment]:
-            piece.view().copy_(source[offset : offset + piece.numel])
+    def write(self, fragment: int, source: Tensor, start: int = 0) -> None:
+        """Overwrite the masters of a fragment from element `start` on with `source` `[n]`."""
+        for place, live in self._live(fragment, start, start + source.numel()):
+            live.copy_(source[place : place + live.numel()])
+
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return the live elements from `start` to `stop` if one fp32 tensor has them, or None.
+
+        Not to be kept.
+        """
+        found = list(self._live(fragment, start, stop))
+        is_one = len(found) == 1 and found[0][1].dtype == torch.float32
+        return found[0][1] if is_one else None
+
+    def _live(self, fragment: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield live elements between two of a fragment, and how far they lie behind `start`."""
+        pieces = self._pieces[fragment]
+        index = max(bisect_right(self._offsets[fragment], start) - 1, 0)
+        while index < len(pieces) and pieces[index][0] < stop:
+            offset, piece = pieces[index]
+            index += 1
+            first, last = max(start - offset, 0), min(stop - offset, piece.numel)
+            if first < last:
+                yield offset + first - start, piece.view()[first:last]
 
 
 class MastersAdapter:
@@ -109,10 +131,23 @@ class MastersAdapter:
         self.pins_host_memory = device.type == "cuda"
         self.device = torch.device("cpu") if keeps_state_on_host else device
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment from `start` on into `out`, in place."""
+        self._masters.read(fragment, out, start)
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place."""
-        self._masters.write(fragment, source)
+        self.write_part(fragment, source, 0)
+        self.end_write(fragment)
+
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return live masters that outer steps may be taken in, None where they lie elsewhere."""
+        found = self._masters.in_a_row(fragment, start, stop)
+        return found if found is not None and found.device == self.device else None
+
+    def write_part(self, fragment: int, source: Tensor, start: int) -> None:
+        """Overwrite the masters of a fragment from `start` on, in place."""
+        self._masters.write(fragment, source, start)
+
+    def end_write(self, fragment: int) -> None:
+        """Nothing more is to be done."""

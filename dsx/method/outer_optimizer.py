@@ -59,13 +59,16 @@ class OuterOptimizer(Protocol):
     - `keeps_anchor`: whether there is an anchor to move at all;
     - `has_momentum`: whether a staleness penalty on the gradient makes sense;
     - `stability_rule`: as which of stability.py's rules its `lr` and `momentum` can diverge; None
-      where nothing is known.
+      where nothing is known;
+    - `takes_parts`: whether it does the same to each element, whatever the others are: it is then
+      given a part of a fragment at a time.
     """
 
     slots: tuple[str, ...] = ()
     keeps_anchor: bool = True
     has_momentum: bool = False
     stability_rule: LinearRule | None = None
+    takes_parts: bool = False
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -102,6 +105,7 @@ class NoOuterStep(OuterOptimizer):
     """Parameters are averaged in place: no anchor, no state (DreamDDP, parameter averaging)."""
 
     keeps_anchor = False
+    takes_parts = True
 
     def validate(self) -> None:
         """Nothing to check."""
@@ -120,6 +124,7 @@ class SGD(OuterOptimizer):
     """The outer learning rate, above 0; at 1 the anchor becomes the mean of the clusters."""
 
     stability_rule = "sgd"
+    takes_parts = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -172,6 +177,11 @@ class Momentum(OuterOptimizer):
     def measures_tensors(self) -> bool:
         """Where a clip is a multiple of each tensor's RMS."""
         return self.clip is not None and self.clip_unit == "rms"
+
+    @property
+    def takes_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless it measures tensors."""
+        return not self.measures_tensors
 
     @property
     def uses_inner_rate(self) -> bool:
@@ -230,6 +240,11 @@ class Nesterov(OuterOptimizer):
         """Where a clip is a multiple of each tensor's RMS."""
         return self.clip is not None and self.clip_unit == "rms"
 
+    @property
+    def takes_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless it measures tensors."""
+        return not self.measures_tensors
+
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
@@ -257,6 +272,7 @@ class Adam(OuterOptimizer):
     """What is added to the root of the second average, above 0."""
 
     slots = ("exp_avg", "exp_avg_sq")
+    takes_parts = True
 
     @property
     def nonlinear_by(self) -> str | None:

@@ -273,9 +273,8 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        sync_params = self.overlap.sync_params(
-            fragment, self._ladder.sync_params(self.history), self.history, shared_by
-        )
+        params = self._ladder.sync_params(self.history)
+        sync_params = self.overlap.sync_params(fragment, params, self.history, shared_by)
         is_idle = fragment in self._idle
         transfer = self._launches.make(fragment, step, self.history, sync_params, is_idle)
         self._idle.add(fragment)
@@ -290,8 +289,7 @@ class OuterLoop:
     def _apply(self, transfer: Transfer | NothingYet, place: StopPlace | None = None) -> bool:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""
         timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
-        wait_seconds = -time.perf_counter()
-        is_sent = isinstance(transfer, Transfer)
+        wait_seconds, is_sent = -time.perf_counter(), isinstance(transfer, Transfer)
         if place and is_sent and self.deferral.puts_off(place.may_receive(transfer.pending)):
             return False
         self.in_flight.remove(transfer)
@@ -324,9 +322,10 @@ class OuterLoop:
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
-        mean = self.state.scratch(fragment, "mean")
-        self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
-        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
+        mean, gather = mean_on_wire, self.matrix_gathers[fragment]
+        if gather.is_needed or self.state.device.type != mean.device.type:
+            mean, arrival.is_used_up = self.state.scratch(fragment, "mean"), True
+            gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
@@ -336,6 +335,7 @@ class OuterLoop:
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1
+            arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
             self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1

@@ -50,7 +50,9 @@ class DelayPolicy(Protocol):
       anchor;
     - `splits_update`: whether it needs an outer rule that is linear;
     - `keeps_unsent`: whether what coding loses stays in the inner parameters;
-    - `shared_slots`: which of its buffers are the same in all clusters, as the anchor is.
+    - `shared_slots`: which of its buffers are the same in all clusters, as the anchor is;
+    - `takes_parts`: whether it does the same to each element, whatever the others are, and reports
+      nothing but norms: it is then given a part of a fragment at a time.
     """
 
     steps: int | Literal["auto"]
@@ -63,6 +65,7 @@ class DelayPolicy(Protocol):
     splits_update: bool = False
     keeps_unsent: bool = False
     shared_slots: ClassVar[tuple[str, ...]] = ()
+    takes_parts: bool = False
 
     @property
     def uses_seconds(self) -> bool:
@@ -144,6 +147,7 @@ class Blocking(DelayPolicy):
 
     steps = 0
     restarts_from_anchor = True
+    takes_parts = True
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor."""

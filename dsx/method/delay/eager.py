@@ -53,6 +53,7 @@ class Eager(DelayPolicy):
     steps = 0
     keeps = "contribution"
     splits_update = True
+    takes_parts = True
 
     def fresh_share(self, num_clusters: int) -> float:
         """Return the cluster's own share of a mean."""

@@ -37,6 +37,7 @@ class OneStepDelay(DelayPolicy):
     (restart), or the cluster's own parameters (local), which takes one more vector of memory."""
 
     steps = 0
+    takes_parts = True
 
     @property
     def rounds_under_way(self) -> int:

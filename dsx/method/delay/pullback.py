@@ -45,6 +45,7 @@ class Pullback(DelayPolicy):
     steps = 0
     needs_local = True
     shared_slots = ("before",)
+    takes_parts = True
 
     @property
     def rounds_under_way(self) -> int:

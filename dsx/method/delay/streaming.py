@@ -44,6 +44,7 @@ class StreamingMerge(DelayPolicy):
 
     export = "mean"
     needs_local = True
+    takes_parts = True
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H (one transfer of a fragment in flight) and 0 < alpha <= 1."""
