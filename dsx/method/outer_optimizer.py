@@ -27,6 +27,7 @@ from annotated_types import Ge, Gt, Lt
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.registry import contract, register
 from dsx.core.types import PerTensor
+from dsx.method.in_one_pass import momentum_
 from dsx.method.stability import LinearRule
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ class OuterContext:
     """What an update may need beyond the tensors.
 
     `round` counts outer steps from 1, `inner_lr` is the inner learning rate, `scratch` free work
-    space `[numel]`, `per_tensor` the norms of single tensors.
+    space `[numel]`, `per_tensor` the norms of single tensors. `out` is where the update is wanted;
+    None: in place of the gradient.
     """
 
     round: int
     inner_lr: float
     scratch: Tensor
     per_tensor: PerTensor
+    out: Tensor | None = None
 
 
 @contract("outer_optimizer")
@@ -61,7 +64,8 @@ class OuterOptimizer(Protocol):
     - `stability_rule`: as which of stability.py's rules its `lr` and `momentum` can diverge; None
       where nothing is known;
     - `takes_parts`: whether it does the same to each element, whatever the others are: it is then
-      given a part of a fragment at a time.
+      given a part of a fragment at a time;
+    - `leaves_gradient`: whether `update` leaves `grad` as it is where the context has an `out`.
     """
 
     slots: tuple[str, ...] = ()
@@ -69,6 +73,7 @@ class OuterOptimizer(Protocol):
     has_momentum: bool = False
     stability_rule: LinearRule | None = None
     takes_parts: bool = False
+    leaves_gradient: bool = False
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -95,7 +100,10 @@ class OuterOptimizer(Protocol):
 
     @abstractmethod
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`."""
+        """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`.
+
+        With `leaves_gradient`, in `context.out` if that is given.
+        """
         ...
 
 
@@ -125,6 +133,7 @@ class SGD(OuterOptimizer):
 
     stability_rule = "sgd"
     takes_parts = True
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -136,8 +145,10 @@ class SGD(OuterOptimizer):
         require_bounds("outer_optimizer", self)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * D`, in place of `grad`."""
-        return grad.mul_(self.lr)
+        """Return `lr * D`."""
+        import torch
+
+        return torch.mul(grad, self.lr, out=_out(grad, context))
 
 
 @register("outer_optimizer", "momentum")
@@ -165,6 +176,7 @@ class Momentum(OuterOptimizer):
     slots = ("momentum",)
     has_momentum = True
     stability_rule = "momentum"
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -194,8 +206,10 @@ class Momentum(OuterOptimizer):
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * buf`, in place of `grad`."""
-        lr = self.lr
+        """Return `lr * buf`."""
+        import torch
+
+        lr, out = self.lr, _out(grad, context)
         if self.scale_by_lr:
             if context.inner_lr <= 0:
                 raise ValueError(
@@ -203,10 +217,13 @@ class Momentum(OuterOptimizer):
                     f"{context.inner_lr} at outer round {context.round}; keep it above 0 at every "
                     "sync or set scale_by_lr to false"
                 )
-            grad.div_(context.inner_lr)
+            grad = torch.div(grad, context.inner_lr, out=out)
             lr *= context.inner_lr
-        buffer = slots["momentum"].mul_(self.momentum).add_(grad)
-        return _clip(grad.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
+        buffer = slots["momentum"]
+        if self.clip is None:
+            return momentum_(grad, buffer, out, context.scratch, lr, self.momentum, False)
+        buffer.mul_(self.momentum).add_(grad)
+        return _clip(out.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
 
 
 @register("outer_optimizer", "nesterov")
@@ -229,6 +246,7 @@ class Nesterov(OuterOptimizer):
     slots = ("momentum",)
     has_momentum = True
     stability_rule = "nesterov"
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -251,12 +269,15 @@ class Nesterov(OuterOptimizer):
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * (D + mu*buf)`, in place of `grad`."""
+        """Return `lr * (D + mu*buf)`."""
         import torch
 
-        buffer = slots["momentum"].mul_(self.momentum).add_(grad)
-        grad.add_(torch.mul(buffer, self.momentum, out=context.scratch))
-        return _clip(grad, self.clip, self.clip_unit, context).mul_(self.lr)
+        buffer, scratch, out = slots["momentum"], context.scratch, _out(grad, context)
+        if self.clip is None:
+            return momentum_(grad, buffer, out, scratch, self.lr, self.momentum, True)
+        buffer.mul_(self.momentum).add_(grad)
+        torch.add(grad, torch.mul(buffer, self.momentum, out=scratch), out=out)
+        return _clip(out, self.clip, self.clip_unit, context).mul_(self.lr)
 
 
 @register("outer_optimizer", "adam")
@@ -273,6 +294,7 @@ class Adam(OuterOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
     takes_parts = True
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -284,7 +306,7 @@ class Adam(OuterOptimizer):
         require_bounds("outer_optimizer", self)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return the bias-corrected step, in place of `grad`."""
+        """Return the bias-corrected step."""
         import torch
 
         beta1, beta2 = self.betas
@@ -294,8 +316,12 @@ class Adam(OuterOptimizer):
         square = slots["exp_avg_sq"].mul_(beta2)
         square.add_(torch.mul(grad, grad, out=scratch).mul_(1 - beta2))
         root = torch.sqrt(square, out=scratch).div_(math.sqrt(1 - beta2**context.round))
-        update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=grad)
+        update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=_out(grad, context))
         return update.div_(root.add_(self.eps))
+
+
+def _out(grad: Tensor, context: OuterContext) -> Tensor:
+    return grad if context.out is None else context.out
 
 
 def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:

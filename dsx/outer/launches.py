@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
@@ -102,12 +103,19 @@ class Launches:
         anchor, slots = state.anchor[fragment], state.slots[fragment].delay
         for part in parts_of(contribution.numel(), state.device, self._method):
             local = part.of(contribution)
-            self._adapter.read(fragment, local, part.start)
+            live = self._adapter.in_a_row(fragment, part.start, part.stop)
+            if live is None or not delay.is_difference:
+                self._adapter.read(fragment, local, part.start)
+                live = local
             if kept is not None and keeps == "local":
-                part.of(kept).copy_(local)
-            sent = delay.contribution(local, part.of(anchor), part.of_each(slots))
-            if sent is not local:
-                local.copy_(sent)
+                part.of(kept).copy_(live)
+            if live is not local:
+                origin = delay.origin(part.of(anchor), part.of_each(slots))
+                torch.sub(origin, live, out=local)
+            else:
+                sent = delay.contribution(local, part.of(anchor), part.of_each(slots))
+                if sent is not local:
+                    local.copy_(sent)
             if kept is not None and keeps == "contribution":
                 part.of(kept).copy_(local)
         return contribution

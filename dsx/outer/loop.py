@@ -322,10 +322,11 @@ class OuterLoop:
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
-        mean, gather = mean_on_wire, self.matrix_gathers[fragment]
+        mean, norm, gather = mean_on_wire, transfer.buffers.mean_norm, self.matrix_gathers[fragment]
         if gather.is_needed or self.state.device.type != mean.device.type:
-            mean, arrival.is_used_up = self.state.scratch(fragment, "mean"), True
+            mean, norm, arrival.is_used_up = self.state.scratch(fragment, "mean"), None, True
             gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
+        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
         seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
@@ -335,7 +336,6 @@ class OuterLoop:
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1
-            arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
             self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1

@@ -21,9 +21,9 @@ from dsx.core.recorder import SpanTimer
 from dsx.core.types import History, SyncView
 from dsx.method.ladder import Ladder
 from dsx.method.method import Method
-from dsx.method.outer_optimizer import OuterContext
+from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.deferral import Deferral
-from dsx.outer.parts import Part, joined, parts_of
+from dsx.outer.parts import Part, joined, parts_of, says
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -81,10 +81,11 @@ class OuterStep:
         reports: list[dict[str, Tensor]] = []
         for part in parts_of(numel, self._state.device, self._method, rule):
             reports.append({})
-            mean = self._mean_of(arrival, part, reports[-1])
+            mean, out = self._mean_of(arrival, part, rule if takes_step else None)
             step: Tensor | None = None
             if takes_step:  # outer parameters: Alg. 1, line 13
-                step = self._step_anchor(arrival, part, mean, history)
+                step = self._step_anchor(arrival, part, mean, out, history)
+                mean = step if out is not None else mean
             self._merge(arrival, part, mean, step, history, reports[-1])
         self._adapter.end_write(fragment)
         arrival.report |= joined(reports)
@@ -111,20 +112,42 @@ class OuterStep:
             self._method.delay.begin(anchor, slots)
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
-    def _mean_of(self, arrival: Arrival, part: Part, report: dict[str, Tensor]) -> Tensor | None:
-        """Return what has come of a part, to be used up, and report its norm."""
+    def _mean_of(
+        self, arrival: Arrival, part: Part, rule: OuterOptimizer | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what has come of a part, and work space if it is to stay as it is; else it is
+        in work space itself.
+        """
         if arrival.mean is None:
-            return None
+            return None, None
         mean = part.of(arrival.mean)
-        if not arrival.is_used_up:
-            mean = self._work(arrival.fragment, part, "mean").copy_(mean)
-        report["mean_norm"] = torch.linalg.vector_norm(mean)
-        return mean
+        if arrival.is_used_up:
+            return mean, None
+        work = self._work(arrival.fragment, part, "mean")
+        if rule is not None and self._stays(rule):
+            return mean, work
+        return work.copy_(mean), None
+
+    def _stays(self, rule: OuterOptimizer) -> bool:
+        """Whether a mean is given to the outer rule as it has come, and left so."""
+        is_as_it_came = self._method.delay.steps_with_mean
+        return (
+            is_as_it_came
+            and says(rule, "leaves_gradient")
+            and says(self._method.staleness, "takes_parts")
+        )
 
     def _step_anchor(
-        self, arrival: Arrival, part: Part, mean: Tensor | None, history: History
+        self,
+        arrival: Arrival,
+        part: Part,
+        mean: Tensor | None,
+        out: Tensor | None,
+        history: History,
     ) -> Tensor:
-        """Let the outer optimizer step the anchor with the weighed mean; return its step."""
+        """Let the outer optimizer step the anchor with the weighed mean; return its step, which is
+        in `out`, or in place of the mean.
+        """
         fragment, transfer = arrival.fragment, arrival.transfer
         assert isinstance(transfer, Transfer) and mean is not None
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
@@ -141,7 +164,7 @@ class OuterStep:
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )
         update = self._ladder.outer_optimizer(history).update(
-            gradient, part.of_each(slots.outer), self._context(fragment, part, history)
+            gradient, part.of_each(slots.outer), self._context(fragment, part, history, out)
         )
         staleness.remember(update, slots.staleness, per_tensor)
         anchor.sub_(update)
@@ -206,11 +229,14 @@ class OuterStep:
         """Return work space as long as a part: the same for every one, so it stays at hand."""
         return self._state.scratch(fragment, purpose)[: part.numel]
 
-    def _context(self, fragment: int, part: Part, history: History) -> OuterContext:
+    def _context(
+        self, fragment: int, part: Part, history: History, out: Tensor | None = None
+    ) -> OuterContext:
         of_left_boundary = self._deferral.inner_lr
         return OuterContext(
             history.rounds[fragment],
             self._adapter.inner_lr() if of_left_boundary is None else of_left_boundary,
             self._work(fragment, part, "work"),
             self._per_tensor[fragment],
+            out,
         )

@@ -50,7 +50,7 @@ def parts_of(
     For a launch, or for the outer step that `rule` takes.
     """
     asked = (method.delay,) if rule is None else (method.delay, rule, method.staleness)
-    is_cut = device.type == "cpu" and all(_takes_parts(policy) for policy in asked)
+    is_cut = device.type == "cpu" and all(says(policy, "takes_parts") for policy in asked)
     length = LONGEST if is_cut else max(numel, 1)
     for start in range(0, max(numel, 1), length):
         yield Part(start, min(start + length, numel))
@@ -66,11 +66,11 @@ def joined(reports: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def _takes_parts(policy: object) -> bool:
+def says(policy: object, flag: str) -> bool:
     """Whether a policy says so, of what it does itself: not a class that it has been made of."""
     for kind in type(policy).__mro__:
-        if "takes_parts" in vars(kind):
-            return bool(getattr(policy, "takes_parts"))  # noqa: B009
+        if flag in vars(kind):
+            return bool(getattr(policy, flag))
         if any(name in vars(kind) for name in _GIVEN):
             return False
     return False

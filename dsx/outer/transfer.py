@@ -34,6 +34,7 @@ class TransferBuffers:
     parity: ParityResult = field(default_factory=ParityResult)
     is_free: bool = True
     round: int = 0  # the launch whose they are, also once it has been applied
+    mean_norm: Tensor | None = None  # 0-dim, once an attempt has ended
 
 
 @dataclass

@@ -14,8 +14,9 @@ from dsx.core.types import ParameterShape, SyncView
 from dsx.engines.masters import Masters, Piece
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.method import Method
+from dsx.method.outer_optimizer import Nesterov, OuterContext
 from dsx.outer import parts
-from dsx.outer.parts import Part, joined, parts_of
+from dsx.outer.parts import Part, joined, parts_of, says
 from tests.levels import by_default
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -84,6 +85,17 @@ def test_a_policy_made_of_another_is_given_whole_fragments(monkeypatch: pytest.M
         changed = copy.copy(method)
         object.__setattr__(changed, "delay", kind(steps=1))
         assert whole(changed) == is_whole
+
+
+def test_a_rule_made_of_another_is_given_a_mean_of_its_own() -> None:
+    class Halved(Nesterov):
+        def update(
+            self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
+        ) -> Tensor:
+            return grad.mul_(0.5)  # in place of what has come
+
+    assert says(Nesterov(0.7, 0.9), "leaves_gradient")
+    assert not says(Halved(0.7, 0.9), "leaves_gradient")
 
 
 def test_parts_are_all_of_a_fragment_and_at_least_one() -> None:

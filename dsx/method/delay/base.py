@@ -124,11 +124,25 @@ class DelayPolicy(Protocol):
         assert self.steps != "auto"  # then the launch knows (`SyncParams.overlap`)
         return age >= self.steps
 
+    def origin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return from where a round's progress is measured: the anchor."""
+        return anchor
+
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return what is sent, in place of `local`: the pseudo-gradient `anchor - local`."""
+        """Return what is sent, in place of `local`: the pseudo-gradient `origin - local`."""
         import torch
 
-        return torch.sub(anchor, local, out=local)
+        return torch.sub(self.origin(anchor, slots), local, out=local)
+
+    @property
+    def steps_with_mean(self) -> bool:
+        """Whether the outer rule is given the mean as it has come."""
+        return type(self).gradient is DelayPolicy.gradient
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether what is sent is `origin - local`: it may then be formed elsewhere."""
+        return type(self).contribution is DelayPolicy.contribution
 
     def gradient(self, mean: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return what the outer rule steps the anchor with, in place of the mean that has come."""

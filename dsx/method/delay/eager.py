@@ -78,11 +78,9 @@ class Eager(DelayPolicy):
         """Require n in {1, 2}, the paper's range."""
         require_bounds("delay", self)
 
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return `start of the round - local`, in place of `local`."""
-        import torch
-
-        return torch.sub(slots["start"], local, out=local)
+    def origin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return where the round started."""
+        return slots["start"]
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor plus the look-ahead; the anchor itself when nothing is under way."""
