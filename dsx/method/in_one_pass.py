@@ -58,6 +58,4 @@ def _serves(*vectors: Tensor) -> bool:
 
     if torch.get_num_threads() > 1 or library.unavailable() is not None:
         return False
-    return all(
-        x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in vectors
-    )
+    return all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in vectors)

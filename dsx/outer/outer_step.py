@@ -77,11 +77,11 @@ class OuterStep:
         takes_step = arrival.mean is not None and self._method.outer_optimizer.keeps_anchor
         if takes_step:
             self._state.before_write(fragment)
-        numel = self._adapter.fragments[fragment].numel
+        numel, stays = self._adapter.fragments[fragment].numel, takes_step and self._stays(rule)
         reports: list[dict[str, Tensor]] = []
         for part in parts_of(numel, self._state.device, self._method, rule):
             reports.append({})
-            mean, out = self._mean_of(arrival, part, rule if takes_step else None)
+            mean, out = self._mean_of(arrival, part, stays)
             step: Tensor | None = None
             if takes_step:  # outer parameters: Alg. 1, line 13
                 step = self._step_anchor(arrival, part, mean, out, history)
@@ -113,10 +113,10 @@ class OuterStep:
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
     def _mean_of(
-        self, arrival: Arrival, part: Part, rule: OuterOptimizer | None
+        self, arrival: Arrival, part: Part, stays: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what has come of a part, and work space if it is to stay as it is; else it is
-        in work space itself.
+        """Return what has come of a part, and work space for its step if it `stays` as it is; else
+        it is in work space itself.
         """
         if arrival.mean is None:
             return None, None
@@ -124,7 +124,7 @@ class OuterStep:
         if arrival.is_used_up:
             return mean, None
         work = self._work(arrival.fragment, part, "mean")
-        if rule is not None and self._stays(rule):
+        if stays:
             return mean, work
         return work.copy_(mean), None
 
@@ -157,7 +157,7 @@ class OuterStep:
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:
             sideband = self._state.scratch(fragment, "local").copy_(sideband)
-        else:
+        elif sideband.numel():
             # as the mean: who writes the buffer next has waited for this copy
             sideband = sideband.to(mean.device, non_blocking=True, copy=True)
         gradient = staleness.weigh(
