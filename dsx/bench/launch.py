@@ -5,7 +5,7 @@ the copy to wait for. Next to it, in the same passes, what no launch can go with
 pseudo-gradient of masters and anchor, on the host where transfers start. The rest is what dsx
 adds. On an accelerator the copy runs beside the compute stream, and only what it takes to start
 it is the training thread's. An apply is the outer step and the masters that it writes, without the
-wait for the transfer.
+wait for the transfer. On the host all of it is processor time: what else runs there is not in it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dsx.config.schema import preset
 from dsx.core.membership import Seat
 from dsx.core.progress import SOON, Progress, as_count
 from dsx.engines.torch import TorchAdapter
+from dsx.method.in_one_pass import difference_
 from dsx.outer.loop import OuterLoop
 from dsx.plan.launch_cost import LaunchCost, read_launch_figures
 
@@ -79,7 +80,7 @@ def measure_launch(
     def copies() -> None:
         live = adapter.in_a_row(0, 0, numel)
         assert live is not None
-        torch.sub(anchor, live, out=local if live.is_cuda else buffers.sent)
+        difference_(anchor, live, local if live.is_cuda else buffers.sent)
 
     passes: list[tuple[float, float]] = []
     applies: list[float] = []
@@ -88,7 +89,8 @@ def measure_launch(
         waited, syncs = loop.totals.wait_seconds, loop.totals.syncs
         applied = _seconds(loop.apply_ripe, local)
         if loop.totals.syncs > syncs:
-            applies.append(applied - (loop.totals.wait_seconds - waited))
+            waited = loop.totals.wait_seconds - waited if local.is_cuda else 0.0
+            applies.append(applied - waited)
         copied = _seconds(copies, local)
         launched = _seconds(loop.launch_due, local)
         loop.apply_ripe()
@@ -102,11 +104,12 @@ def measure_launch(
 
 
 def _seconds(call: Callable[[], object], at: Tensor) -> float:
+    clock = time.perf_counter if at.is_cuda else time.thread_time
     if at.is_cuda:
         torch.cuda.synchronize(at.device)
-    started = time.perf_counter()
+    started = clock()
     call()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def print_launch(figures: list[LaunchFigures]) -> None:

@@ -52,6 +52,18 @@ def blend_(local: Tensor, anchor: Tensor, scratch: Tensor, alpha: float) -> Tens
     return local.mul_(1 - alpha).add_(torch.mul(anchor, alpha, out=scratch))
 
 
+def difference_(origin: Tensor, local: Tensor, out: Tensor) -> Tensor:
+    """Return `origin - local`, in `out`; fp32 `[n]`."""
+    import torch
+
+    if not _serves(origin, local, out):
+        return torch.sub(origin, local, out=out)
+    library.library().dsx_step_difference(
+        library.index_of(None), origin.data_ptr(), local.data_ptr(), out.data_ptr(), out.numel()
+    )
+    return out
+
+
 def _serves(*vectors: Tensor) -> bool:
     """Whether the kernels can do it, and nothing else does it sooner."""
     import torch

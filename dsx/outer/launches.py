@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
@@ -17,6 +16,7 @@ from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import Recorder
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
+from dsx.method.in_one_pass import difference_
 from dsx.method.method import Method
 from dsx.outer.attempt import Attempt, Attempts
 from dsx.outer.host_copy import HostCopies
@@ -111,7 +111,7 @@ class Launches:
                 part.of(kept).copy_(live)
             if live is not local:
                 origin = delay.origin(part.of(anchor), part.of_each(slots))
-                torch.sub(origin, live, out=local)
+                difference_(origin, live, local)
             else:
                 sent = delay.contribution(local, part.of(anchor), part.of_each(slots))
                 if sent is not local:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer
 
-LONGEST = 2**19  # elements
+LONGEST = 2**20  # elements
 _GIVEN = ("contribution", "gradient", "merge", "update", "weigh", "remember")  # vectors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsx.compress.wire.native import library
 from dsx.core.types import PerTensor
 from dsx.method import in_one_pass
-from dsx.method.in_one_pass import blend_, momentum_
+from dsx.method.in_one_pass import blend_, difference_, momentum_
 from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, OuterContext, OuterOptimizer
 from tests.compress.wire.installed_kernels import native  # noqa: F401  # pyright: ignore
 
@@ -71,6 +71,19 @@ def test_a_mix(numel: int) -> None:
     assert blend_(local, anchor, scratch, 0.3) is local
     assert torch.equal(bits(local), bits(expected))
     assert bool((scratch == 5).all())
+
+
+@pytest.mark.usefixtures("one")
+@pytest.mark.parametrize("numel", [*SIZES, 2**18 + 3])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_difference(numel: int, place: int) -> None:
+    """Also where it is long, and goes past the cache, from anywhere in memory."""
+    origin, local = vectors(numel, 6)
+    space = torch.full((numel + 2,), 5.0)
+    out = space[place : numel + place]
+    assert difference_(origin, local, out) is out
+    assert torch.equal(bits(out), bits(origin - local))
+    assert bool((space[numel + place :] == 5).all()) and bool((space[:place] == 5).all())
 
 
 @pytest.mark.usefixtures("native")

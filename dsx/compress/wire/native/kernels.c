@@ -12,9 +12,13 @@
  */
 #include <stddef.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "form.h"
 
+enum { LONG = 1 << 18 }; /* elements */
 enum { MOST_GROUPS = 8 }; /* that are coded together; of a ternary block there are 5 */
 
 static const float MIN_SCALE = 0x1p-100f, LARGEST = 0x1.fffffep127f;
@@ -52,6 +56,7 @@ typedef void (*Encode)(const Form *, float *, float *, uint8_t *, int64_t, Key);
 typedef void (*Decode)(const Form *, const uint8_t *, float *, int64_t, int);
 typedef void (*Momentum)(const float *, float *, float *, int64_t, float, float, int);
 typedef void (*Blend)(float *, const float *, int64_t, float, float);
+typedef void (*Difference)(const float *, const float *, float *, int64_t);
 
 #if defined(__x86_64__)
 #define NAME(function) function##_sse4
@@ -83,13 +88,14 @@ static const struct {
     Decode decode;
     Momentum momentum;
     Blend blend;
+    Difference difference;
 } SETS[] = { /* the best last */
 #if defined(__x86_64__)
-    {"sse4", encode_sse4, decode_sse4, momentum_sse4, blend_sse4},
-    {"avx2", encode_avx2, decode_avx2, momentum_avx2, blend_avx2},
-    {"avx512", encode_avx512, decode_avx512, momentum_avx512, blend_avx512},
+    {"sse4", encode_sse4, decode_sse4, momentum_sse4, blend_sse4, difference_sse4},
+    {"avx2", encode_avx2, decode_avx2, momentum_avx2, blend_avx2, difference_avx2},
+    {"avx512", encode_avx512, decode_avx512, momentum_avx512, blend_avx512, difference_avx512},
 #else
-    {"plain", encode_plain, decode_plain, momentum_plain, blend_plain},
+    {"plain", encode_plain, decode_plain, momentum_plain, blend_plain, difference_plain},
 #endif
 };
 
@@ -158,4 +164,11 @@ void dsx_step_blend(int set, float *local, const float *anchor, int64_t numel, f
                     float taken)
 {
     SETS[set].blend(local, anchor, numel, kept, taken);
+}
+
+/* Write origin[numel] - local[numel] to out[numel]. */
+void dsx_step_difference(int set, const float *origin, const float *local, float *out,
+                         int64_t numel)
+{
+    SETS[set].difference(origin, local, out, numel);
 }

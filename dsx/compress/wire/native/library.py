@@ -123,6 +123,8 @@ def _found() -> ctypes.CDLL | str:
     loaded.dsx_step_momentum.restype = None
     loaded.dsx_step_blend.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_float, c_float)
     loaded.dsx_step_blend.restype = None
+    loaded.dsx_step_difference.argtypes = (c_int, c_void_p, c_void_p, c_void_p, c_int64)
+    loaded.dsx_step_difference.restype = None
     if not loaded.dsx_wire_has(0):
         return f"this processor lacks {loaded.dsx_wire_set(0).decode()}"
     return loaded

@@ -30,3 +30,19 @@ static TARGET void NAME(blend)(float *restrict local, const float *restrict anch
     for (int64_t j = 0; j < numel; j++)
         local[j] = local[j] * kept + anchor[j] * taken;
 }
+
+/* out = origin - local; what is long goes past the cache, where another thread reads it later. */
+static TARGET void NAME(difference)(const float *origin, const float *local, float *out,
+                                    int64_t numel)
+{
+    int64_t j = 0;
+#if defined(__x86_64__)
+    if (numel >= LONG && (uintptr_t)out % 16 == 0) {
+        for (; j + 4 <= numel; j += 4)
+            _mm_stream_ps(out + j, _mm_sub_ps(_mm_loadu_ps(origin + j), _mm_loadu_ps(local + j)));
+        _mm_sfence();
+    }
+#endif
+    for (; j < numel; j++)
+        out[j] = origin[j] - local[j];
+}
