@@ -88,13 +88,15 @@ class Costs:
     `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
     factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread
     itself spends on an element at launch and apply together, which no overlap hides
-    (launch_cost.py); 0 where it is none of the question.
+    (launch_cost.py); 0 where it is none of the question. `is_of_run`: a run has measured that, whose
+    codes are in it where training waits for them.
     """
 
     formats: Mapping[str, CodecSpeeds] = field(default_factory=_of_readme)
     copy_bytes_per_second: float = _MEMCPY
     flops: float = 5e10
     blocking_seconds_per_element: float = 0.0
+    is_of_run: bool = False
 
 
 def read_codec_figures(figures: Any) -> Costs:
