@@ -88,7 +88,7 @@ class Costs:
     `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
     factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread
     itself spends on an element at launch and apply together, which no overlap hides
-    (launch_cost.py); 0 where it is none of the question. `is_of_run`: a run has measured that, whose
+    (launch_cost.py); 0 where it is none of the question. `is_of_run`: a run has measured that, and
     codes are in it where training waits for them.
     """
 
