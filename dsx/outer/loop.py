@@ -96,8 +96,7 @@ class OuterLoop:
         self.last_applied: dict[int, Transfer] = {}  # by fragment
         self._resuming: Resuming | None = None
         self.deferral = Deferral(adapter)
-        self._on_sync = on_sync
-        self._trace = trace
+        self._on_sync, self._trace = on_sync, trace
         self.overlap = Overlap(method, adapter.stage, self._ladder)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
@@ -289,8 +288,9 @@ class OuterLoop:
     def _apply(self, transfer: Transfer | NothingYet, place: StopPlace | None = None) -> bool:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""
         timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
-        wait_seconds, is_sent = -time.perf_counter(), isinstance(transfer, Transfer)
-        if place and is_sent and self.deferral.puts_off(place.may_receive(transfer.pending)):
+        wait_seconds = -time.perf_counter()
+        pending = transfer.pending if isinstance(transfer, Transfer) else None
+        if place and pending and self.deferral.puts_off(place.may_receive(pending)):
             return False
         self.in_flight.remove(transfer)
         under_way = [t for t in self.in_flight if isinstance(t, Transfer)]

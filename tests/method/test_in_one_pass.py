@@ -40,7 +40,7 @@ SETS = library.instruction_sets() if library.unavailable() is None else ("none",
 def one(request: pytest.FixtureRequest, native: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """One instruction set of this processor, on one thread; `native` tells why there is none."""
     index = library.index_of(request.param)
-    monkeypatch.setattr(in_one_pass.library, "index_of", lambda name: index)
+    monkeypatch.setattr(in_one_pass.library, "index_of", {None: index}.__getitem__)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
