@@ -101,6 +101,10 @@ def launch(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
+    model_file: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FILE", help="Write what plans are made with there."),
+    ] = None,
 ) -> None:
     """Measure what launching a fragment, and applying its mean, cost the training thread.
 
@@ -108,7 +112,8 @@ def launch(
     """
     import torch
 
-    from dsx.bench.launch import as_json, measure_launches, print_launch
+    from dsx.bench.launch import as_json, cost_of, measure_launches, print_launch
+    from dsx.bench.start.bench import this_host
 
     sizes = _read_sizes(numel)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +122,10 @@ def launch(
     print_launch(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
+    if model_file is not None:
+        command = f"dsx bench launch --numel {numel} --repeats {repeats}"
+        host = f"{torch.get_num_threads()} of the {this_host()}"
+        model_file.write_text(cost_of(figures, command, host).write())
 
 
 @app.command()

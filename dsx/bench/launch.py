@@ -1,11 +1,11 @@
 """What a launch and an apply cost the training thread: `dsx bench launch`.
 
 A fragment is launched as in a run, with one cluster, so that the transfer's own thread has only
-the copy to wait for. Next to it, in the same passes, what no launch can go without: reading the
-masters, forming the pseudo-gradient, and the copy to where transfers start. The rest is what dsx
+the copy to wait for. Next to it, in the same passes, what no launch can go without: forming the
+pseudo-gradient of masters and anchor, on the host where transfers start. The rest is what dsx
 adds. On an accelerator the copy runs beside the compute stream, and only what it takes to start
 it is the training thread's. An apply is the outer step and the masters that it writes, without the
-wait for the transfer.
+wait for the transfer. On the host all of it is processor time: what else runs there is not in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from dsx.config.schema import preset
 from dsx.core.membership import Seat
 from dsx.core.progress import SOON, Progress, as_count
 from dsx.engines.torch import TorchAdapter
+from dsx.method.in_one_pass import difference_
 from dsx.outer.loop import OuterLoop
+from dsx.plan.launch_cost import LaunchCost, read_launch_figures
 
 _DEADLINE_SECONDS = 60.0
 
@@ -76,10 +78,9 @@ def measure_launch(
     anchor = loop.state.anchor[0]
 
     def copies() -> None:
-        adapter.read(0, local)
-        torch.sub(anchor, local, out=local)
-        if torch.device(device).type == "cpu":
-            sent.copy_(local)
+        live = adapter.in_a_row(0, 0, numel)
+        assert live is not None
+        difference_(anchor, live, local if live.is_cuda else sent)
 
     passes: list[tuple[float, float]] = []
     applies: list[float] = []
@@ -88,7 +89,8 @@ def measure_launch(
         waited, syncs = loop.totals.wait_seconds, loop.totals.syncs
         applied = _seconds(loop.apply_ripe, local)
         if loop.totals.syncs > syncs:
-            applies.append(applied - (loop.totals.wait_seconds - waited))
+            waited = loop.totals.wait_seconds - waited if local.is_cuda else 0.0
+            applies.append(applied - waited)
         copied = _seconds(copies, local)
         launched = _seconds(loop.launch_due, local)
         loop.apply_ripe()
@@ -102,11 +104,12 @@ def measure_launch(
 
 
 def _seconds(call: Callable[[], object], at: Tensor) -> float:
+    clock = time.perf_counter if at.is_cuda else time.thread_time
     if at.is_cuda:
         torch.cuda.synchronize(at.device)
-    started = time.perf_counter()
+    started = clock()
     call()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def print_launch(figures: list[LaunchFigures]) -> None:
@@ -120,6 +123,11 @@ def print_launch(figures: list[LaunchFigures]) -> None:
             f"{figure.numel:,}", figure.device, figure.compression, *(f"{v:.2f}" for v in values)
         )
     Console(highlight=False).print(table)
+
+
+def cost_of(figures: list[LaunchFigures], command: str, host: str) -> LaunchCost:
+    """Return what plans are made with, of the largest size; `command` has measured it on `host`."""
+    return LaunchCost(read_launch_figures(as_json(figures)), command, host)
 
 
 def as_json(figures: list[LaunchFigures]) -> list[dict[str, Any]]:

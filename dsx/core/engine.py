@@ -119,12 +119,28 @@ class EngineAdapter(Protocol):
         """Return where it takes that from, when it is first needed."""
         ...
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out` `[numel]`, in place."""
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment into `out` `[n]`, in place, from element `start` on."""
         ...
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        ...
+
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return the live masters from `start` to `stop`, fp32 `[stop - start]`, to be changed.
+
+        None where they do not lie in a row on `device`; else not to be kept, and whoever has
+        changed them calls `end_write`.
+        """
+        ...
+
+    def write_part(self, fragment: int, source: Tensor, start: int) -> None:
+        """Overwrite masters of a fragment from `start` on with `source` `[n]`; see `end_write`."""
+        ...
+
+    def end_write(self, fragment: int) -> None:
+        """Behind the last part of a fragment that was changed: bring it to where it is used."""
         ...
 
     def sync_model_weights(self) -> None:

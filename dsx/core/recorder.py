@@ -5,11 +5,9 @@ The one that writes is dsx/telemetry/trace/recorder.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dsx.core.exchange import Exchange
 
@@ -76,39 +74,3 @@ class ComputeRecorder(Protocol):
     def span(self, name: str, category: str) -> AbstractContextManager[None]:
         """Record what runs inside."""
         ...
-
-
-class Timed(Protocol):
-    """What carries the timer of the span that it is part of."""
-
-    @property
-    def timer(self) -> SpanTimer:
-        """The span's timer."""
-        ...
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Self = TypeVar("_Self")
-_What = TypeVar("_What", bound=Timed)
-
-
-def timed(
-    name: str,
-) -> Callable[
-    [Callable[Concatenate[_Self, _What, _P], _R]], Callable[Concatenate[_Self, _What, _P], _R]
-]:
-    """Mark a method's end as the part `name` of the span whose timer its first argument carries."""
-
-    def decorate(
-        method: Callable[Concatenate[_Self, _What, _P], _R],
-    ) -> Callable[Concatenate[_Self, _What, _P], _R]:
-        @wraps(method)
-        def run(self: _Self, what: _What, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            result = method(self, what, *args, **kwargs)
-            what.timer.mark(name)
-            return result
-
-        return run
-
-    return decorate

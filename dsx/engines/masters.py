@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,11 @@ class Piece:
     offset: int = 0
 
     @property
+    def is_live(self) -> bool:
+        """Whether `view` gives the elements themselves: what is written there is in them."""
+        return True
+
+    @property
     def numel(self) -> int:
         """Elements of the piece."""
         return math.prod(self.shape)
@@ -40,7 +46,7 @@ class Piece:
         return self.master.detach().view(-1)
 
     def view(self) -> Tensor:
-        """Return the live elements `[numel]`; not to be kept."""
+        """Return the elements `[numel]`, live ones if `is_live`; not to be kept."""
         return self.flat()[self.offset : self.offset + self.numel]
 
     def overwrite(self, values: Tensor) -> None:
@@ -89,16 +95,40 @@ class Masters:
             [(slot.offset, pieces[slot.name]) for slot in fragment.layout]
             for fragment in self.fragments
         ]
+        self._offsets = [[offset for offset, _ in pieces] for pieces in self._pieces]
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out` `[numel]`, in place."""
-        for offset, piece in self._pieces[fragment]:
-            out[offset : offset + piece.numel].copy_(piece.view())
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment from element `start` on into `out` `[n]`, in place."""
+        for place, piece in self._parts(fragment, start, start + out.numel()):
+            out[place : place + piece.numel].copy_(piece.view())
 
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
-        for offset, piece in self._pieces[fragment]:
-            piece.overwrite(source[offset : offset + piece.numel])
+    def write(self, fragment: int, source: Tensor, start: int = 0) -> None:
+        """Overwrite the masters of a fragment from element `start` on with `source` `[n]`."""
+        for place, piece in self._parts(fragment, start, start + source.numel()):
+            piece.overwrite(source[place : place + piece.numel])
+
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return the live elements from `start` to `stop` if one fp32 tensor has them, or None.
+
+        Not to be kept.
+        """
+        found = [piece for _, piece in self._parts(fragment, start, stop)]
+        if len(found) != 1 or not found[0].is_live:
+            return None
+        live = found[0].view()
+        return live if live.dtype == torch.float32 else None
+
+    def _parts(self, fragment: int, start: int, stop: int) -> Iterator[tuple[int, Piece]]:
+        """Yield what lies between two elements of a fragment, and how far behind `start`."""
+        pieces = self._pieces[fragment]
+        index = max(bisect_right(self._offsets[fragment], start) - 1, 0)
+        while index < len(pieces) and pieces[index][0] < stop:
+            offset, piece = pieces[index]
+            index += 1
+            first = piece.start - offset  # of the parameter, where the fragment begins
+            part = piece.cut(first + start, first + stop)
+            if part is not None:
+                yield part.start - first - start, part
 
 
 class MastersAdapter:
@@ -113,10 +143,23 @@ class MastersAdapter:
         self.pins_host_memory = device.type == "cuda"
         self.device = torch.device("cpu") if keeps_state_on_host else device
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment from `start` on into `out`, in place."""
+        self._masters.read(fragment, out, start)
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place."""
-        self._masters.write(fragment, source)
+        self.write_part(fragment, source, 0)
+        self.end_write(fragment)
+
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return live masters that outer steps may be taken in, None where they lie elsewhere."""
+        found = self._masters.in_a_row(fragment, start, stop)
+        return found if found is not None and found.device == self.device else None
+
+    def write_part(self, fragment: int, source: Tensor, start: int) -> None:
+        """Overwrite the masters of a fragment from `start` on, in place."""
+        self._masters.write(fragment, source, start)
+
+    def end_write(self, fragment: int) -> None:
+        """Nothing more is to be done."""

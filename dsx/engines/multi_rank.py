@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from dsx.core.buffers import Buffers
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives
@@ -28,9 +26,9 @@ class SharedMasters(MastersAdapter):
     _copies: TensorParallelCopies | None = None
     _written: dict[int, None]  # fragments, since they were gathered last
 
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite this rank's masters of a fragment, in place."""
-        super().write(fragment, source)
+    def end_write(self, fragment: int) -> None:
+        """Note that this rank's masters of a fragment are other ones."""
+        super().end_write(fragment)
         self._written[fragment] = None
 
     @property

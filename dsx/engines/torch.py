@@ -87,15 +87,24 @@ class TorchAdapter(MastersAdapter):
         self.ranks = OneRank()
         return {name: self._apart.piece(p) for name, p in parameters.items()}
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out`, in place."""
+    def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
+        """Copy the masters of a fragment from `start` on into `out`, in place."""
         self._apart.look_over()
-        super().read(fragment, out)
+        super().read(fragment, out, start)
 
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite the masters of a fragment, in place, and what weights are made of them."""
+    def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:
+        """Return live masters that outer steps may be taken in, None where they lie elsewhere."""
         self._apart.look_over()
-        super().write(fragment, source)
+        return super().in_a_row(fragment, start, stop)
+
+    def write_part(self, fragment: int, source: Tensor, start: int) -> None:
+        """Overwrite the masters of a fragment from `start` on, in place."""
+        self._apart.look_over()
+        super().write_part(fragment, source, start)
+
+    def end_write(self, fragment: int) -> None:
+        """Make weights anew of the fragment's masters, where those are apart."""
+        super().end_write(fragment)
         self._apart.write_weights(self._members[fragment])
 
     @property

@@ -30,6 +30,7 @@ from annotated_types import Ge, Gt, Lt
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.registry import contract, register
 from dsx.core.types import PerTensor
+from dsx.method.in_one_pass import momentum_
 from dsx.method.stability import LinearRule
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ class OuterContext:
     """What an update may need beyond the tensors.
 
     `round` counts outer steps from 1, `inner_lr` is the inner learning rate, `scratch` free work
-    space `[numel]`, `per_tensor` the norms of single tensors.
+    space `[numel]`, `per_tensor` the norms of single tensors. `out` is where the update is wanted;
+    None: in place of the gradient.
     """
 
     round: int
     inner_lr: float
     scratch: Tensor
     per_tensor: PerTensor
+    out: Tensor | None = None
 
 
 @contract("outer_optimizer")
@@ -66,7 +69,10 @@ class OuterOptimizer(Protocol):
     - `keeps_anchor`: whether there is an anchor to move at all;
     - `has_momentum`: whether a staleness penalty on the gradient makes sense;
     - `stability_rule`: as which of stability.py's rules its `lr` and `momentum` can diverge; None
-      where nothing is known.
+      where nothing is known;
+    - `takes_parts`: whether it does the same to each element, whatever the others are: it is then
+      given a part of a fragment at a time;
+    - `leaves_gradient`: whether `update` leaves `grad` as it is where the context has an `out`.
     """
 
     slots: tuple[str, ...] = ()
@@ -74,6 +80,8 @@ class OuterOptimizer(Protocol):
     keeps_anchor: bool = True
     has_momentum: bool = False
     stability_rule: LinearRule | None = None
+    takes_parts: bool = False
+    leaves_gradient: bool = False
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -100,7 +108,10 @@ class OuterOptimizer(Protocol):
 
     @abstractmethod
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`."""
+        """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`.
+
+        With `leaves_gradient`, in `context.out` if that is given.
+        """
         ...
 
 
@@ -110,6 +121,7 @@ class NoOuterStep(OuterOptimizer):
     """Parameters are averaged in place: no anchor, no state (DreamDDP, parameter averaging)."""
 
     keeps_anchor = False
+    takes_parts = True
 
     def validate(self) -> None:
         """Nothing to check."""
@@ -128,6 +140,8 @@ class SGD(OuterOptimizer):
     """The outer learning rate, above 0; at 1 the anchor becomes the mean of the clusters."""
 
     stability_rule = "sgd"
+    takes_parts = True
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -139,8 +153,10 @@ class SGD(OuterOptimizer):
         require_bounds("outer_optimizer", self)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * D`, in place of `grad`."""
-        return grad.mul_(self.lr)
+        """Return `lr * D`."""
+        import torch
+
+        return torch.mul(grad, self.lr, out=_out(grad, context))
 
 
 @register("outer_optimizer", "momentum")
@@ -170,6 +186,7 @@ class Momentum(OuterOptimizer):
     slots = ("momentum",)
     has_momentum = True
     stability_rule = "momentum"
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -184,6 +201,11 @@ class Momentum(OuterOptimizer):
         return self.clip is not None and self.clip_unit == "rms"
 
     @property
+    def takes_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless it measures tensors."""
+        return not self.measures_tensors
+
+    @property
     def uses_inner_rate(self) -> bool:
         """If it scales by it."""
         return self.scale_by_lr
@@ -195,8 +217,10 @@ class Momentum(OuterOptimizer):
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * buf`, in place of `grad`."""
-        lr = self.lr
+        """Return `lr * buf`."""
+        import torch
+
+        lr, out = self.lr, _out(grad, context)
         if self.scale_by_lr:
             if context.inner_lr <= 0:
                 raise ValueError(
@@ -204,10 +228,13 @@ class Momentum(OuterOptimizer):
                     f"{context.inner_lr} at outer round {context.round}; keep it above 0 at every "
                     "sync or set scale_by_lr to false"
                 )
-            grad.div_(context.inner_lr)
+            grad = torch.div(grad, context.inner_lr, out=out)
             lr *= context.inner_lr
-        buffer = slots["momentum"].mul_(self.momentum).add_(grad)
-        return _clip(grad.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
+        buffer = slots["momentum"]
+        if self.clip is None:
+            return momentum_(grad, buffer, out, context.scratch, lr, self.momentum, False)
+        buffer.mul_(self.momentum).add_(grad)
+        return _clip(out.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
 
 
 @register("outer_optimizer", "nesterov")
@@ -232,6 +259,7 @@ class Nesterov(OuterOptimizer):
     slots = ("momentum",)
     has_momentum = True
     stability_rule = "nesterov"
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -243,6 +271,11 @@ class Nesterov(OuterOptimizer):
         """Where a clip is a multiple of each tensor's RMS."""
         return self.clip is not None and self.clip_unit == "rms"
 
+    @property
+    def takes_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless it measures tensors."""
+        return not self.measures_tensors
+
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
@@ -250,12 +283,15 @@ class Nesterov(OuterOptimizer):
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return `lr * (D + mu*buf)`, in place of `grad`."""
+        """Return `lr * (D + mu*buf)`."""
         import torch
 
-        buffer = slots["momentum"].mul_(self.momentum).add_(grad)
-        grad.add_(torch.mul(buffer, self.momentum, out=context.scratch))
-        return _clip(grad, self.clip, self.clip_unit, context).mul_(self.lr)
+        buffer, scratch, out = slots["momentum"], context.scratch, _out(grad, context)
+        if self.clip is None:
+            return momentum_(grad, buffer, out, scratch, self.lr, self.momentum, True)
+        buffer.mul_(self.momentum).add_(grad)
+        torch.add(grad, torch.mul(buffer, self.momentum, out=scratch), out=out)
+        return _clip(out, self.clip, self.clip_unit, context).mul_(self.lr)
 
 
 @register("outer_optimizer", "adam")
@@ -273,6 +309,8 @@ class Adam(OuterOptimizer):
     """What both averages are kept in; bf16, rounded at random, takes half the bytes."""
 
     slots = ("exp_avg", "exp_avg_sq")
+    takes_parts = True
+    leaves_gradient = True
 
     @property
     def nonlinear_by(self) -> str | None:
@@ -285,7 +323,7 @@ class Adam(OuterOptimizer):
         require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
-        """Return the bias-corrected step, in place of `grad`."""
+        """Return the bias-corrected step."""
         import torch
 
         beta1, beta2 = self.betas
@@ -295,7 +333,7 @@ class Adam(OuterOptimizer):
         square = slots["exp_avg_sq"].mul_(beta2)
         square.add_(torch.mul(grad, grad, out=scratch).mul_(1 - beta2))
         root = torch.sqrt(square, out=scratch).div_(math.sqrt(1 - beta2**context.round))
-        update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=grad)
+        update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=_out(grad, context))
         return update.div_(root.add_(self.eps))
 
 
@@ -303,6 +341,10 @@ def slot_dtypes(rule: OuterOptimizer, names: Sequence[str]) -> dict[str, str]:
     """Return torch's name of what each buffer is kept in: fp32, but for the rule's own."""
     own = "bfloat16" if rule.state_dtype == "bf16" else "float32"
     return {name: own if name in rule.slots else "float32" for name in names}
+
+
+def _out(grad: Tensor, context: OuterContext) -> Tensor:
+    return grad if context.out is None else context.out
 
 
 def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:

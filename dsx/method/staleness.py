@@ -36,11 +36,13 @@ class Staleness(Protocol):
     """What is done to a mean pseudo-gradient before the outer step sees it; nothing, unless said.
 
     - `is_active`: whether the loop has to measure the first step of every round;
-    - `shared_slots`: names of the buffers that are equal on all clusters.
+    - `shared_slots`: names of the buffers that are equal on all clusters;
+    - `takes_parts`: whether it may be given a part of a fragment at a time.
     """
 
     is_active: bool = False
     shared_slots: tuple[str, ...] = ()
+    takes_parts: bool = False
 
     @property
     def is_elementwise(self) -> bool:
@@ -84,6 +86,8 @@ class Staleness(Protocol):
 @dataclass(frozen=True)
 class NoPenalty(Staleness):
     """Apply the mean as it is."""
+
+    takes_parts = True
 
 
 @register("staleness", "gap")

@@ -38,6 +38,7 @@ class TransferBuffers:
     parity: ParityResult = field(default_factory=ParityResult)
     is_free: bool = True
     round: int = 0
+    mean_norm: Tensor | None = None  # 0-dim, once an attempt has ended
     held_sent: Tensor | None = None
     held_wire: Tensor | None = None
 

@@ -198,14 +198,17 @@ class Attempts:
     def _exchange(self, attempt: Attempt, sync_params: SyncParams) -> Exchange:
         """Make an attempt under the membership in force when its first round is due."""
         fragment = attempt.what.fragment
+        attempt.buffers.mean_norm = None
         self.require_coded(attempt)
         attempt.is_finite()  # what was copied out of its buffers before has been: they are written
         channel = self._state.channels[fragment]
         if (followed := self.follow(attempt, channel)) is not None:
+            attempt.buffers.mean_norm = torch.linalg.vector_norm(followed)
             return followed
         measure = self._measurements.owner_measure(
             fragment, sync_params, channel.codec, channel.seat
         )
         mean = yield from attempt.exchange(channel, measure)
+        attempt.buffers.mean_norm = torch.linalg.vector_norm(mean)
         self.on_result(attempt, channel, mean)
         return mean

@@ -81,6 +81,11 @@ class HostCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def place(self, fragment: int, buffers: TransferBuffers) -> Tensor | None:
+        """Return where a contribution may be made that needs no copy; None where it needs one."""
+        is_there = self._stream is None and not self._matrix_gathers[fragment].is_needed
+        return buffers.sent if is_there else None
+
     def start(
         self,
         fragment: int,
@@ -103,7 +108,8 @@ class HostCopies:
             agreed = self._adapter.ranks.begin_max_over_ranks(is_lost.float().view(1))
         gather, all_to_all = self._matrix_gathers[fragment], self._adapter.ranks.all_to_all
         if self._stream is None:
-            gather.to_wire(contribution, buffers.sent, all_to_all)
+            if contribution is not buffers.sent:
+                gather.to_wire(contribution, buffers.sent, all_to_all)
             buffers.posted.averages.copy_(sideband)
             return HostCopy(buffers, None, agreed, anchor)
         if gather.is_needed:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from dsx.compress.base import Launch
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import Recorder
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
+from dsx.method.in_one_pass import difference_
 from dsx.method.method import Method
 from dsx.outer.attempt import Attempt, Attempts
 from dsx.outer.host_copy import HostCopies
 from dsx.outer.measurements import Measurements
+from dsx.outer.parts import parts_of
 from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Transfer
+from dsx.outer.transfer import Transfer, TransferBuffers
 from dsx.outer.whole_matrices import MatrixGather
 
 
@@ -56,18 +60,11 @@ class Launches:
         `is_idle`: the cluster has taken no inner step since the launch before.
         """
         timer = self._trace.span_timer("launch", fragment, step)
-        delay, state = self._method.delay, self._state
+        state = self._state
         slots = state.slots[fragment]
         buffers = state.take_buffers(fragment, history.launches[fragment] + 1)
-        local = state.outgoing(fragment)
-        self._adapter.read(fragment, local)
-        timer.mark("read")
-        if buffers.kept is not None and delay.keeps == "local":
-            buffers.kept.copy_(local)
-        contribution = delay.contribution(local, state.anchor[fragment], slots.delay)
+        contribution = self._contribute(fragment, buffers)
         is_coded_here = self._method.encodes_at_launch
-        if buffers.kept is not None and delay.keeps == "contribution" and not is_coded_here:
-            buffers.kept.copy_(contribution)
         sideband = self._method.staleness.sideband(slots.staleness)
         # before the copy, whose event then says that the hash is there, too
         anchor = self._recovery.hash_anchor(fragment, history.launches[fragment])
@@ -94,3 +91,31 @@ class Launches:
         interval = step - history.launched[fragment]
         timer.end(launched=step)
         return Transfer(fragment, step, interval, pending, attempt, host_copy.norm, sync_params)
+
+    def _contribute(self, fragment: int, buffers: TransferBuffers) -> Tensor:
+        """Return what a launch sends, `[numel]`: in the memory it is sent from, where it can be."""
+        delay, state, kept = self._method.delay, self._state, buffers.kept
+        keeps = None if kept is None else delay.keeps
+        if keeps == "contribution" and self._method.encodes_at_launch:
+            keeps = None  # what others decode is, once there are codes
+        made = self.host_copies.place(fragment, buffers)
+        contribution = state.outgoing(fragment) if made is None else made
+        anchor, slots = state.anchor[fragment], state.slots[fragment].delay
+        for part in parts_of(contribution.numel(), state.device, self._method):
+            local = part.of(contribution)
+            live = self._adapter.in_a_row(fragment, part.start, part.stop)
+            if live is None or not delay.is_difference:
+                self._adapter.read(fragment, local, part.start)
+                live = local
+            if kept is not None and keeps == "local":
+                part.of(kept).copy_(live)
+            if live is not local:
+                origin = delay.origin(part.of(anchor), part.of_each(slots))
+                difference_(origin, live, local)
+            else:
+                sent = delay.contribution(local, part.of(anchor), part.of_each(slots))
+                if sent is not local:
+                    local.copy_(sent)
+            if kept is not None and keeps == "contribution":
+                part.of(kept).copy_(local)
+        return contribution

@@ -96,8 +96,7 @@ class OuterLoop:
         self.last_applied: dict[int, Transfer] = {}  # by fragment
         self._resuming: Resuming | None = None
         self.deferral = Deferral(adapter)
-        self._on_sync = on_sync
-        self._trace = trace
+        self._on_sync, self._trace = on_sync, trace
         self.overlap = Overlap(method, adapter.stage, self._ladder)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
@@ -273,9 +272,8 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        sync_params = self.overlap.sync_params(
-            fragment, self._ladder.sync_params(self.history), self.history, shared_by
-        )
+        params = self._ladder.sync_params(self.history)
+        sync_params = self.overlap.sync_params(fragment, params, self.history, shared_by)
         is_idle = fragment in self._idle
         transfer = self._launches.make(fragment, step, self.history, sync_params, is_idle)
         self._idle.add(fragment)
@@ -291,8 +289,8 @@ class OuterLoop:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""
         timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
         wait_seconds = -time.perf_counter()
-        is_sent = isinstance(transfer, Transfer)
-        if place and is_sent and self.deferral.puts_off(place.may_receive(transfer.pending)):
+        pending = transfer.pending if isinstance(transfer, Transfer) else None
+        if place and pending and self.deferral.puts_off(place.may_receive(pending)):
             return False
         self.in_flight.remove(transfer)
         under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
@@ -324,9 +322,11 @@ class OuterLoop:
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
-        mean = self.state.scratch(fragment, "mean")
-        self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
-        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
+        mean, norm, gather = mean_on_wire, transfer.buffers.mean_norm, self.matrix_gathers[fragment]
+        if gather.is_needed or self.state.device.type != mean.device.type:
+            mean, norm, arrival.is_used_up = self.state.scratch(fragment, "mean"), None, True
+            gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
+        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
         seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,

@@ -5,7 +5,7 @@ clusters' pseudo-gradients, weighed by CO2's staleness penalty where the method 
 (arXiv:2401.16265), steps the anchor, and the delay policy says what training goes on from: the
 anchor (DiLoCo), a mix of it with the local parameters (Streaming DiLoCo, arXiv:2501.18512), a
 compensated anchor (CoCoDC, arXiv:2504.17672), or an eager one. Nothing here waits, decides or
-communicates between clusters; who watches the time does so around it, by `timed`.
+communicates between clusters. All of it is done to one part of a fragment after another (parts.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
-from dsx.core.recorder import SpanTimer, timed
+from dsx.core.recorder import SpanTimer
 from dsx.core.types import History, SyncView
 from dsx.method.ladder import Ladder
 from dsx.method.method import Method
-from dsx.method.outer_optimizer import OuterContext
+from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.deferral import Deferral
 from dsx.outer.outer_update import OuterUpdate
+from dsx.outer.parts import Part, joined, parts_of, says
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -33,7 +34,8 @@ from dsx.outer.transfer import NothingYet, Transfer
 class Arrival:
     """A transfer that has come, with its mean `[numel]`; None if it was empty or is refused.
 
-    `under_way` are those launched after it. `report` takes numbers for the sync's record.
+    `is_used_up`: the mean is in work space, to be changed; else it stays as it came. `under_way`
+    are those launched after it. `report` takes numbers for the sync's record.
     """
 
     transfer: Transfer | NothingYet
@@ -41,6 +43,7 @@ class Arrival:
     under_way: Sequence[Transfer]
     report: dict[str, Tensor]
     timer: SpanTimer
+    is_used_up: bool = False
 
     @property
     def fragment(self) -> int:
@@ -74,11 +77,23 @@ class OuterStep:
 
     def take(self, arrival: Arrival, history: History) -> None:
         """Take the step that an arrival calls for; without a mean, only the merge."""
-        step: Tensor | None = None
-        if arrival.mean is not None and self._method.outer_optimizer.keeps_anchor:
-            step = self._step_anchor(arrival, history)  # outer parameters: Alg. 1, line 13
-        merged = self._merge(arrival, step, history)  # what training goes on from: Alg. 1, line 3
-        self._write(arrival, merged)
+        fragment, rule = arrival.fragment, self._ladder.outer_optimizer(history)
+        takes_step = arrival.mean is not None and self._method.outer_optimizer.keeps_anchor
+        if takes_step:
+            self._state.before_write(fragment)
+        numel, stays = self._adapter.fragments[fragment].numel, takes_step and self._stays(rule)
+        reports: list[dict[str, Tensor]] = []
+        for part in parts_of(numel, self._state.device, self._method, rule):
+            reports.append({})
+            mean, out = self._mean_of(arrival, part, stays)
+            step: Tensor | None = None
+            if takes_step:  # outer parameters: Alg. 1, line 13
+                step = self._step_anchor(arrival, part, mean, out, history)
+                mean = step if out is not None else mean
+            self._merge(arrival, part, mean, step, history, reports[-1])
+        self._adapter.end_write(fragment)
+        arrival.report |= joined(reports)
+        arrival.timer.mark("outer step")
 
     def read_unsent(self, fragments: Collection[int]) -> dict[int, Tensor]:
         """Return how far fragments have come since their last launches, `start - local`.
@@ -101,59 +116,108 @@ class OuterStep:
             self._method.delay.begin(anchor, slots)
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
-    @timed("outer step")
-    def _step_anchor(self, arrival: Arrival, history: History) -> Tensor:
-        """Let the outer optimizer step the anchor with the weighed mean; return its step."""
-        fragment, transfer, mean = arrival.fragment, arrival.transfer, arrival.mean
+    def _mean_of(
+        self, arrival: Arrival, part: Part, stays: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what has come of a part, and work space for its step if it `stays` as it is; else
+        it is in work space itself.
+        """
+        if arrival.mean is None:
+            return None, None
+        mean = part.of(arrival.mean)
+        if arrival.is_used_up:
+            return mean, None
+        work = self._work(arrival.fragment, part, "mean")
+        if stays:
+            return mean, work
+        return work.copy_(mean), None
+
+    def _stays(self, rule: OuterOptimizer) -> bool:
+        """Whether a mean is given to the outer rule as it has come, and left so."""
+        is_as_it_came = self._method.delay.steps_with_mean
+        return (
+            is_as_it_came
+            and says(rule, "leaves_gradient")
+            and says(self._method.staleness, "takes_parts")
+        )
+
+    def _step_anchor(
+        self,
+        arrival: Arrival,
+        part: Part,
+        mean: Tensor | None,
+        out: Tensor | None,
+        history: History,
+    ) -> Tensor:
+        """Let the outer optimizer step the anchor with the weighed mean; return its step, which is
+        in `out`, or in place of the mean.
+        """
+        fragment, transfer = arrival.fragment, arrival.transfer
         assert isinstance(transfer, Transfer) and mean is not None
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
-        mean = self._method.delay.gradient(mean, self._state.anchor[fragment], slots.delay)
-        staleness, scratch = self._method.staleness, self._state.scratch(fragment, "work")
+        anchor = part.of(self._state.anchor[fragment])
+        mean = self._method.delay.gradient(mean, anchor, part.of_each(slots.delay))
+        staleness, scratch = self._method.staleness, self._work(fragment, part, "work")
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:
             sideband = self._state.scratch(fragment, "local").copy_(sideband)
-        else:
+        elif sideband.numel():
             # as the mean: who writes the buffer next has waited for this copy
             sideband = sideband.to(mean.device, non_blocking=True, copy=True)
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )
-        self._state.before_write(fragment)
-        update = self._update(gradient, slots.outer, fragment, history, "outer")
+        own = part.of_each(slots.outer)
+        update = self._update(gradient, own, fragment, part, history, "outer", out)
         staleness.remember(update, slots.staleness, per_tensor)
-        self._state.anchor[fragment].sub_(update)
+        anchor.sub_(update)
         return update
 
-    @timed("merge")
-    def _merge(self, arrival: Arrival, step: Tensor | None, history: History) -> Tensor:
-        """Return what the delay policy makes of the anchor and of what is local, `[numel]`."""
+    def _merge(
+        self,
+        arrival: Arrival,
+        part: Part,
+        mean: Tensor | None,
+        step: Tensor | None,
+        history: History,
+        report: dict[str, Tensor],
+    ) -> None:
+        """Make of the masters what the delay policy makes of the anchor and of what is local."""
         fragment, transfer, delay = arrival.fragment, arrival.transfer, self._method.delay
-        slots = self._state.slots[fragment].delay
+        slots = part.of_each(self._state.slots[fragment].delay)
+        live = self._adapter.in_a_row(fragment, part.start, part.stop)
         local: Tensor | None = None
         if delay.needs_local:
-            local = self._state.scratch(fragment, "local")
-            self._adapter.read(fragment, local)
+            local = live
+            if local is None:
+                local = self._work(fragment, part, "local")
+                self._adapter.read(fragment, local, part.start)
         own = [t.buffers.kept for t in arrival.under_way if t.fragment == fragment]
         launched = transfer if isinstance(transfer, Transfer) else None
+        kept = launched.buffers.kept if launched else None
         age = history.step - launched.launched if launched else 0
         view = SyncView(
-            mean=arrival.mean,
-            anchor=self._state.anchor[fragment],
+            mean=mean,
+            anchor=part.of(self._state.anchor[fragment]),
             step=step,
             local=local,
-            kept=launched.buffers.kept if launched else None,
-            own=[kept for kept in own if kept is not None],
+            kept=None if kept is None else part.of(kept),
+            own=[part.of(kept) for kept in own if kept is not None],
             slots=slots,
-            scratch=self._state.scratch(fragment, "work"),
-            outer_update=lambda w: self._update(w, slots, fragment, history, "delay"),
+            scratch=self._work(fragment, part, "work"),
+            outer_update=lambda w: self._update(w, slots, fragment, part, history, "delay"),
             per_tensor=self._per_tensor[fragment],
             num_clusters=self._num_averaged(launched),
             age=age,
             interval=launched.interval if launched else 0,
             is_current=age <= 0 and not (launched and launched.was_sent_before_update),
-            report=arrival.report,
+            report=report,
         )
-        return delay.merge(view)
+        merged = delay.merge(view)
+        if live is None:
+            self._adapter.write_part(fragment, merged, part.start)
+        elif merged is not live:
+            live.copy_(merged)
 
     def _num_averaged(self, launched: Transfer | None) -> int:
         """Return who is behind what has come: what is under way counts on the same, not on who is
@@ -162,26 +226,28 @@ class OuterStep:
         ids = launched.buffers.parity.ids if launched is not None else []
         return len(ids) or self._num_clusters()
 
-    @timed("write")
-    def _write(self, arrival: Arrival, merged: Tensor) -> None:
-        """Hand the fragment back to the engine."""
-        self._adapter.write(arrival.fragment, merged)
+    def _work(self, fragment: int, part: Part, purpose: str) -> Tensor:
+        """Return work space as long as a part: the same for every one, so it stays at hand."""
+        return self._state.scratch(fragment, purpose)[: part.numel]
 
     def _update(
         self,
         gradient: Tensor,
         slots: Mapping[str, Tensor],
         fragment: int,
+        part: Part,
         history: History,
         owner: str,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Let the outer rule move `slots`, in place of `gradient`."""
+        """Let the outer rule move a part's `slots`; in `out`, or in place of `gradient`."""
         of_left_boundary = self._deferral.inner_lr
         context = OuterContext(
             history.rounds[fragment],
             self._adapter.inner_lr() if of_left_boundary is None else of_left_boundary,
-            self._state.scratch(fragment, "work"),
+            self._work(fragment, part, "work"),
             self._per_tensor[fragment],
+            out,
         )
         rule = self._ladder.outer_optimizer(history)
-        return self._outer_update.of(rule, gradient, slots, context, fragment, owner)
+        return self._outer_update.of(rule, gradient, slots, context, (fragment, part.start), owner)

@@ -32,16 +32,18 @@ class OuterUpdate:
         gradient: Tensor,
         slots: Mapping[str, Tensor],
         context: OuterContext,
-        fragment: int,
+        place: tuple[int, int],
         owner: str,
     ) -> Tensor:
-        """Return what is to be subtracted, in place of `gradient` `[numel]`; moves `slots`.
+        """Return what is to be subtracted, in `context.out` or in place of `gradient` `[n]`.
 
-        Of `slots` those of the rule are moved; `owner` tells which of several sets they are.
+        They are the elements from `place` on, a fragment and where in it. Of `slots` those of the
+        rule are moved; `owner` tells which of several sets they are.
         """
         if rule.state_dtype == "fp32":
             return rule.update(gradient, slots, context)
-        numel = gradient.numel()
+        (fragment, begin), numel = place, gradient.numel()
+        updates = gradient if context.out is None else context.out
         longest = max(numel, 1) if rule.measures_tensors else TILE
         for start in range(0, max(numel, 1), longest):  # also of none: ranks may measure together
             part = slice(start, min(start + longest, numel))
@@ -49,12 +51,13 @@ class OuterUpdate:
                 name: self._work(f"outer {name}", (part.stop - start,)).copy_(slots[name][part])
                 for name in rule.slots
             }
-            own = replace(context, scratch=context.scratch[part])
+            out = None if context.out is None else context.out[part]
+            own = replace(context, scratch=context.scratch[part], out=out)
             update = rule.update(gradient[part], values, own)
-            if update.data_ptr() != gradient[part].data_ptr():
-                gradient[part].copy_(update)
+            if update.data_ptr() != updates[part].data_ptr():
+                updates[part].copy_(update)
+            first, round = begin + part.start, context.round
             for name, moved in values.items():
-                self._rounding.write(
-                    moved, slots[name][part], fragment, start, f"{owner}.{name}", context.round
-                )
-        return gradient
+                buffer = f"{owner}.{name}"
+                self._rounding.write(moved, slots[name][part], fragment, first, buffer, round)
+        return updates

@@ -37,24 +37,6 @@ _PERCENT = {  # of memcpy, by docs/compression.md: encode, decode, encode with f
 }
 
 
-def read_launch_figures(figures: Any) -> float:
-    """Return the training thread's seconds per element at launch and apply, of the largest size.
-
-    Of what `dsx bench launch --json` wrote, with the slowest codec; ValueError for anything else.
-    """
-    try:
-        most = max(int(figure["numel"]) for figure in figures)
-        own = [figure for figure in figures if figure["numel"] == most]
-        seconds = max(1e-3 * (float(f["launch_ms"]) + float(f["apply_ms"])) for f in own) / most
-    except (KeyError, TypeError, OverflowError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"launch figures must be a list of objects with numel, launch_ms and apply_ms "
-            f"({error!r}); write it by dsx bench launch --json"
-        ) from None
-    require_number("the training thread's seconds per element", seconds, 0, 1)
-    return seconds
-
-
 def wire_bytes(payload: float) -> float:
     """Return what a line counts for so many bytes of payload in full frames."""
     return payload / PAYLOAD_SHARE
@@ -105,14 +87,16 @@ class Costs:
 
     `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
     factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread
-    itself spends on an element at launch and apply together (masters read, outer step, masters
-    written), which no overlap hides. It is 0 unless measured.
+    itself spends on an element at launch and apply together, which no overlap hides
+    (launch_cost.py); 0 where it is none of the question. `is_of_run`: a run has measured that, and
+    codes are in it where training waits for them.
     """
 
     formats: Mapping[str, CodecSpeeds] = field(default_factory=_of_readme)
     copy_bytes_per_second: float = _MEMCPY
     flops: float = 5e10
     blocking_seconds_per_element: float = 0.0
+    is_of_run: bool = False
 
 
 def read_codec_figures(figures: Any) -> Costs:

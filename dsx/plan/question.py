@@ -17,7 +17,8 @@ from dsx.plan.candidates import Question
 from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.given import BOUNDS, Given, require_sense
-from dsx.plan.link import Costs, Link, read_codec_figures, read_launch_figures
+from dsx.plan.launch_cost import launch_cost, read_launch_figures
+from dsx.plan.link import Costs, Link, read_codec_figures
 from dsx.plan.model import (
     PlannedModel,
     from_files,
@@ -30,6 +31,7 @@ from dsx.plan.model_files import read_model
 USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
+_OF_RUN = "as the run's"
 
 
 @dataclass(frozen=True)
@@ -218,24 +220,23 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     costs = Costs() if given.codec is None else read_codec_figures(read_any_json(given.codec))
     if given.codec is None:
         facts.append("codecs: one core per rank at the documented speeds; --codec measures")
-    if given.launch is not None:
-        blocking = read_launch_figures(read_any_json(given.launch))
-        costs = replace(costs, blocking_seconds_per_element=blocking)
-        facts.append(
-            f"training thread: {1e9 * blocking:.3g} ns per element of a rank at launch and apply, "
-            f"measured ({given.launch})"
-        )
-    if run is None:
+    blocking, told = _blocking(given, run)
+    is_of_run = told == _OF_RUN
+    costs = replace(costs, blocking_seconds_per_element=blocking, is_of_run=is_of_run)
+    took = f"{1e9 * blocking:.3g} ns per element of a rank at launch and apply"
+    facts.append(f"training thread: {took}, {told}")
+    if run is None or run.coding_seconds_per_element is None:
         return costs
-    if run.coding_seconds_per_element is not None:
-        costs = _with_coding(costs, run, given.codec, facts)
-    if run.blocking_seconds_per_element is not None and given.launch is None:
-        facts.append(
-            f"blocking: {1e9 * run.blocking_seconds_per_element:.3g} ns of the training thread per "
-            "element of a rank, at launch and apply"
-        )
-        costs = replace(costs, blocking_seconds_per_element=run.blocking_seconds_per_element)
-    return costs
+    return _with_coding(costs, run, given.codec, facts)
+
+
+def _blocking(given: Given, run: RunFigures | None) -> tuple[float, str]:
+    """Return the training thread's seconds per element, and from where they are."""
+    if given.launch is not None:
+        return read_launch_figures(read_any_json(given.launch)), f"measured ({given.launch})"
+    if run is not None and run.blocking_seconds_per_element is not None:
+        return run.blocking_seconds_per_element, _OF_RUN
+    return launch_cost().seconds_per_element, "on one thread; --launch measures"
 
 
 def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[str]) -> Costs:

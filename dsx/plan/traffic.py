@@ -139,11 +139,13 @@ class Traffic:
             clusters = self.num_clusters
             compression, rank = self._method.compression, self._rank or 0
             before, after = coding_seconds(largest, compression, rank, clusters, costs)
-            blocking = costs.blocking_seconds_per_element * largest.numel
+            # stages work side by side, so each of their fragments holds up training by its part
+            blocking = costs.blocking_seconds_per_element * largest.numel / self.num_stages
             if self._method.encodes_at_launch:
                 share = share_seconds(largest, compression, clusters, costs)
-                if self._method.waits_for_codes:  # as a run of such a method has measured, too
-                    blocking = max(blocking, share / self.num_stages)  # stages work side by side
+                if self._method.waits_for_codes:
+                    codes = share / self.num_stages
+                    blocking = max(blocking, codes) if costs.is_of_run else blocking + codes
                 else:
                     before = max(before, share)
             known[index] = before, after, blocking

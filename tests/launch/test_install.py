@@ -26,7 +26,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 NOT_SOURCE = ("*.so", ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info")
 NOT_SOURCE += ("build", "dist", "data", "runs", "site")
-KERNELS = "kernels.c", "loops.h", "form.h"
+KERNELS = "kernels.c", "loops.h", "steps.h", "form.h"
 SHORT = ["--hidden", "64", "--sequence-length", "16", "--validation-batches", "1", "--steps", "6"]
 
 

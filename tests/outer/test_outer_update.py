@@ -96,7 +96,7 @@ def test_equals_plain_torch_bit_for_bit(
             for n, moved in own.items():
                 own[n] = rounded(moved, f"outer.{n}", parameter, round)
         given = gradient.clone()
-        found = update.of(rule, given, slots, context(round), 0, "outer")
+        found = update.of(rule, given, slots, context(round), (0, 0), "outer")
         assert found.data_ptr() == given.data_ptr()
         if name == "clip by rms":  # sums of squares are taken in another order
             torch.testing.assert_close(found, torch.cat(expected), rtol=1e-6, atol=0)
@@ -112,7 +112,7 @@ def test_buffers_in_fp32_are_the_rules_own() -> None:
     rule, slots = Nesterov(0.7, 0.9), {"momentum": torch.zeros(177), "start": torch.ones(3)}
     ours, theirs = torch.randn(177), {"momentum": torch.zeros(177)}
     expected = rule.update(ours.clone(), theirs, context(1))
-    found = OuterUpdate([fragment()], Buffers()).of(rule, ours, slots, context(1), 0, "outer")
+    found = OuterUpdate([fragment()], Buffers()).of(rule, ours, slots, context(1), (0, 0), "outer")
     assert torch.equal(found, expected) and torch.equal(slots["momentum"], theirs["momentum"])
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_elements_measures_with_the_others() -> None:
     tensors = ShardedTensors(Fragment(0, 0, ()), shapes, summed, lambda: none, none.device)
     update = OuterUpdate([Fragment(0, 0, ())], Buffers())
     slots = {"momentum": none.bfloat16()}
-    update.of(rule, none, slots, OuterContext(1, INNER_LR, none, tensors), 0, "outer")
+    update.of(rule, none, slots, OuterContext(1, INNER_LR, none, tensors), (0, 0), "outer")
     assert asked == [len(NUMEL)]
 
 

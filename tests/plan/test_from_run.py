@@ -93,7 +93,7 @@ def test_a_plan_from_it_says_what_it_took_and_what_is_not_known(tmp_path: Path) 
         "line: at least 0.05033 Gbit/s of payload",
         "in whose time latency and waits for others' coding are, too",
         "latency: 0, as no record tells it apart",
-        "blocking: 20 ns of the training thread",
+        "training thread: 20 ns per element of a rank at launch and apply, as the run's",
     ):
         assert fact in result.stdout
 

@@ -16,7 +16,8 @@ from dsx.core.requirements import installed_version
 from dsx.core.types import Stage
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.deepspeed_layers import layers_of_stage
-from dsx.plan.link import Link
+from dsx.plan.launch_cost import launch_cost
+from dsx.plan.link import Costs, Link
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
 from dsx.plan.predict import predict
 from dsx.plan.start_time import StartModel, start_model
@@ -92,7 +93,9 @@ class DryRun:
         link = Link(asked.gbps * 1e9, asked.latency_ms / 1e3)
         ranks = [rank.wire for stage in self.stages for rank in stage.ranks]
         method = self.config.method
-        return predict(method, ranks, asked.step_seconds, link, self.num_clusters).utilization
+        costs = Costs(blocking_seconds_per_element=launch_cost().seconds_per_element)
+        clusters = self.num_clusters
+        return predict(method, ranks, asked.step_seconds, link, clusters, costs).utilization
 
     @property
     def most_sent(self) -> int:

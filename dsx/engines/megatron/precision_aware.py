@@ -31,6 +31,11 @@ class RemainderPiece(Piece):
 
     find: Callable[[], Tensor] | None = None
 
+    @property
+    def is_live(self) -> bool:
+        """No: they are put together."""
+        return False
+
     def view(self) -> Tensor:
         """Return the fp32 elements `[numel]`, a copy."""
         weights, remainders = (part.to(torch.int32) for part in self._halves())

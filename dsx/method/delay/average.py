@@ -38,6 +38,7 @@ class Average(DelayPolicy):
     export = "mean"
     needs_local = True
     needs_anchor = False
+    takes_parts = True
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H."""

@@ -50,7 +50,9 @@ class DelayPolicy(Protocol):
       anchor;
     - `splits_update`: whether it needs an outer rule that is linear;
     - `keeps_unsent`: whether what coding loses stays in the inner parameters;
-    - `shared_slots`: which of its buffers are the same in all clusters, as the anchor is.
+    - `shared_slots`: which of its buffers are the same in all clusters, as the anchor is;
+    - `takes_parts`: whether it does the same to each element, whatever the others are, and reports
+      nothing but norms: it is then given a part of a fragment at a time.
     """
 
     steps: int | Literal["auto"]
@@ -63,6 +65,7 @@ class DelayPolicy(Protocol):
     splits_update: bool = False
     keeps_unsent: bool = False
     shared_slots: ClassVar[tuple[str, ...]] = ()
+    takes_parts: bool = False
 
     @property
     def uses_seconds(self) -> bool:
@@ -121,11 +124,25 @@ class DelayPolicy(Protocol):
         assert self.steps != "auto"  # then the launch knows (`SyncParams.overlap`)
         return age >= self.steps
 
+    def origin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return from where a round's progress is measured: the anchor."""
+        return anchor
+
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return what is sent, in place of `local`: the pseudo-gradient `anchor - local`."""
+        """Return what is sent, in place of `local`: the pseudo-gradient `origin - local`."""
         import torch
 
-        return torch.sub(anchor, local, out=local)
+        return torch.sub(self.origin(anchor, slots), local, out=local)
+
+    @property
+    def steps_with_mean(self) -> bool:
+        """Whether the outer rule is given the mean as it has come."""
+        return type(self).gradient is DelayPolicy.gradient
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether what is sent is `origin - local`: it may then be formed elsewhere."""
+        return type(self).contribution is DelayPolicy.contribution
 
     def gradient(self, mean: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return what the outer rule steps the anchor with, in place of the mean that has come."""
@@ -144,6 +161,7 @@ class Blocking(DelayPolicy):
 
     steps = 0
     restarts_from_anchor = True
+    takes_parts = True
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor."""

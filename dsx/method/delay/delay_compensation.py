@@ -71,6 +71,11 @@ class DelayCompensation(DelayPolicy):
         """Where the correction is scaled by what each tensor's squares are."""
         return self.mode != "constant"
 
+    @property
+    def takes_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless it measures tensors."""
+        return not self.measures_tensors
+
     def merge(self, view: SyncView) -> Tensor:
         """Return the corrected parameters, computed in place in `view.local`."""
         import torch

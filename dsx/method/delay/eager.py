@@ -53,6 +53,7 @@ class Eager(DelayPolicy):
     steps = 0
     keeps = "contribution"
     splits_update = True
+    takes_parts = True
 
     def fresh_share(self, num_clusters: int) -> float:
         """Return the cluster's own share of a mean."""
@@ -77,11 +78,9 @@ class Eager(DelayPolicy):
         """Require n in {1, 2}, the paper's range."""
         require_bounds("delay", self)
 
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return `start of the round - local`, in place of `local`."""
-        import torch
-
-        return torch.sub(slots["start"], local, out=local)
+    def origin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return where the round started."""
+        return slots["start"]
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor plus the look-ahead; the anchor itself when nothing is under way."""

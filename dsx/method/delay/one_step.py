@@ -37,6 +37,7 @@ class OneStepDelay(DelayPolicy):
     (restart), or the cluster's own parameters (local), which takes one more vector of memory."""
 
     steps = 0
+    takes_parts = True
 
     @property
     def rounds_under_way(self) -> int:
@@ -66,12 +67,9 @@ class OneStepDelay(DelayPolicy):
         """Accept every interval."""
         require_choice("delay.first_round", self.first_round, FirstRound)
 
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return `start of the round - local`, in place of `local`."""
-        import torch
-
-        start = slots["start"] if self.first_round == "local" else anchor
-        return torch.sub(start, local, out=local)
+    def origin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return where the round started."""
+        return slots["start"] if self.first_round == "local" else anchor
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor; after the first round the local parameters, if so chosen."""

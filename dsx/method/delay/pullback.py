@@ -27,6 +27,7 @@ from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy
+from dsx.method.in_one_pass import blend_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +46,7 @@ class Pullback(DelayPolicy):
     steps = 0
     needs_local = True
     shared_slots = ("before",)
+    takes_parts = True
 
     @property
     def rounds_under_way(self) -> int:
@@ -76,10 +78,7 @@ class Pullback(DelayPolicy):
 
     def merge(self, view: SyncView) -> Tensor:
         """Pull `view.local` toward the anchor, in place, and return it."""
-        import torch
-
         assert view.local is not None
         if view.mean is None:  # nothing has come, or it was refused: the anchor is as it was
             view.slots["before"].copy_(view.anchor)
-        share = torch.mul(view.anchor, self.alpha, out=view.scratch)
-        return view.local.mul_(1 - self.alpha).add_(share)
+        return blend_(view.local, view.anchor, view.scratch, self.alpha)

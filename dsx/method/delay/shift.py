@@ -54,6 +54,7 @@ class Shift(DelayPolicy):
     export = "mean"
     needs_local = True
     keeps_unsent = True
+    takes_parts = True
 
     @property
     def rounds_under_way(self) -> int:

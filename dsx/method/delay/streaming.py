@@ -19,6 +19,7 @@ from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy, Steps, require_overlap
+from dsx.method.in_one_pass import blend_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ class StreamingMerge(DelayPolicy):
 
     export = "mean"
     needs_local = True
+    takes_parts = True
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H (one transfer of a fragment in flight) and 0 < alpha <= 1."""
@@ -52,10 +54,7 @@ class StreamingMerge(DelayPolicy):
 
     def merge(self, view: SyncView) -> Tensor:
         """Blend the anchor into `view.local` in place and return it."""
-        import torch
-
         assert view.local is not None
         if self.alpha == 1.0:
             return view.local.copy_(view.anchor)
-        share = torch.mul(view.anchor, self.alpha, out=view.scratch)
-        return view.local.mul_(1 - self.alpha).add_(share)
+        return blend_(view.local, view.anchor, view.scratch, self.alpha)

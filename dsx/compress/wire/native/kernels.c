@@ -1,4 +1,5 @@
-/* The arithmetic of group_kernels.py and mean_kernels.py in one pass over a vector.
+/* The arithmetic of group_kernels.py and mean_kernels.py in one pass over a vector, and that of an
+ * outer step (method/in_one_pass.py).
  *
  * Every operation on a value is the eager kernels', in their order and in fp32, so the bytes and
  * the values are theirs: no product is contracted with a sum, sums over a group are of whole
@@ -11,9 +12,13 @@
  */
 #include <stddef.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "form.h"
 
+enum { LONG = 1 << 18 }; /* elements */
 enum { MOST_GROUPS = 8 }; /* that are coded together; of a ternary block there are 5 */
 
 static const float MIN_SCALE = 0x1p-100f, LARGEST = 0x1.fffffep127f;
@@ -49,38 +54,48 @@ static inline int64_t code_bytes(Kind kind, int64_t numel)
 
 typedef void (*Encode)(const Form *, float *, float *, uint8_t *, int64_t, Key);
 typedef void (*Decode)(const Form *, const uint8_t *, float *, int64_t, int);
+typedef void (*Momentum)(const float *, float *, float *, int64_t, float, float, int);
+typedef void (*Blend)(float *, const float *, int64_t, float, float);
+typedef void (*Difference)(const float *, const float *, float *, int64_t);
 
 #if defined(__x86_64__)
 #define NAME(function) function##_sse4
 #define TARGET __attribute__((target("sse4.1")))
 #include "loops.h"
+#include "steps.h"
 #undef NAME
 #undef TARGET
 #define NAME(function) function##_avx2
 #define TARGET __attribute__((target("avx2")))
 #include "loops.h"
+#include "steps.h"
 #undef NAME
 #undef TARGET
 #define NAME(function) function##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #include "loops.h"
+#include "steps.h"
 #else
 #define NAME(function) function##_plain
 #define TARGET
 #include "loops.h"
+#include "steps.h"
 #endif
 
 static const struct {
     const char *name;
     Encode encode;
     Decode decode;
+    Momentum momentum;
+    Blend blend;
+    Difference difference;
 } SETS[] = { /* the best last */
 #if defined(__x86_64__)
-    {"sse4", encode_sse4, decode_sse4},
-    {"avx2", encode_avx2, decode_avx2},
-    {"avx512", encode_avx512, decode_avx512},
+    {"sse4", encode_sse4, decode_sse4, momentum_sse4, blend_sse4, difference_sse4},
+    {"avx2", encode_avx2, decode_avx2, momentum_avx2, blend_avx2, difference_avx2},
+    {"avx512", encode_avx512, decode_avx512, momentum_avx512, blend_avx512, difference_avx512},
 #else
-    {"plain", encode_plain, decode_plain},
+    {"plain", encode_plain, decode_plain, momentum_plain, blend_plain, difference_plain},
 #endif
 };
 
@@ -112,7 +127,7 @@ int dsx_wire_has(int index)
 /* Which of these kernels they are: another number with every change of what they do or take. */
 int dsx_wire_version(void)
 {
-    return 1;
+    return 2;
 }
 
 /* Bytes of a form, so that the caller knows that its own is the same. */
@@ -134,4 +149,26 @@ void dsx_wire_decode(int set, const Form *form, const uint8_t *data, float *out,
                      int is_added)
 {
     SETS[set].decode(form, data, out, numel, is_added);
+}
+
+/* Step a momentum buffer[numel] with grad[numel]; out[numel], which may be grad, is to be
+ * subtracted. */
+void dsx_step_momentum(int set, const float *grad, float *buffer, float *out, int64_t numel,
+                       float lr, float mu, int looks_ahead)
+{
+    SETS[set].momentum(grad, buffer, out, numel, lr, mu, looks_ahead);
+}
+
+/* Mix anchor[numel] into local[numel]. */
+void dsx_step_blend(int set, float *local, const float *anchor, int64_t numel, float kept,
+                    float taken)
+{
+    SETS[set].blend(local, anchor, numel, kept, taken);
+}
+
+/* Write origin[numel] - local[numel] to out[numel]. */
+void dsx_step_difference(int set, const float *origin, const float *local, float *out,
+                         int64_t numel)
+{
+    SETS[set].difference(origin, local, out, numel);
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from dsx.compress.wire.group_format import GroupFormat, largest_scale
 
 STEM = "kernels"
-VERSION = 1  # of dsx_wire_version(): a library of another one is not called
+VERSION = 2  # of dsx_wire_version(): a library of another one is not called
 KINDS = ("int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary", "3bit", "2bit", "1bit")
 
 
@@ -53,6 +53,7 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(name for name, _ in _sets())
 
 
+@functools.cache
 def index_of(name: str | None) -> int:
     """Return the library's number of an instruction set; None: of the best.
 
@@ -116,6 +117,14 @@ def _found() -> ctypes.CDLL | str:
     loaded.dsx_wire_encode.restype = None
     loaded.dsx_wire_decode.argtypes = (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int)
     loaded.dsx_wire_decode.restype = None
+    loaded.dsx_step_momentum.argtypes = (
+        *(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_float, c_float, c_int),
+    )
+    loaded.dsx_step_momentum.restype = None
+    loaded.dsx_step_blend.argtypes = (c_int, c_void_p, c_void_p, c_int64, c_float, c_float)
+    loaded.dsx_step_blend.restype = None
+    loaded.dsx_step_difference.argtypes = (c_int, c_void_p, c_void_p, c_void_p, c_int64)
+    loaded.dsx_step_difference.restype = None
     if not loaded.dsx_wire_has(0):
         return f"this processor lacks {loaded.dsx_wire_set(0).decode()}"
     return loaded
