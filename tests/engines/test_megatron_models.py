@@ -36,8 +36,7 @@ KINDS = [
     Kind(family="own"),
     Kind(family="own", tensor=2, is_sharded=True, precision="bf16"),
     Kind(family="hybrid", pipeline=2),
-    Kind(family="hybrid", tensor=2, layers_per_stage=4, is_sharded=True),
-    Kind(family="hybrid", layers_per_stage=4, is_sharded=True, precision="bf16"),
+    Kind(family="hybrid", tensor=2, layers_per_stage=4, is_sharded=True, precision="bf16"),
 ]
 
 
