@@ -133,8 +133,9 @@ def _refuse_uneven_experts(model: Any) -> None:
 
     if not isinstance(model, PipelineModule):
         return
+    grid: Any = model._grid  # pyright: ignore[reportPrivateUsage]
     kinds = [layer.expert_group_name for layer in model.modules() if isinstance(layer, MoE)]
-    everyone = gather_objects((model._grid.get_stage_id(), list(dict.fromkeys(kinds))))
+    everyone = gather_objects((grid.get_stage_id(), list(dict.fromkeys(kinds))))
     first = everyone[0]
     for stage, found in everyone:
         if found != first[1]:
