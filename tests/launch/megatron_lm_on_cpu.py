@@ -7,6 +7,7 @@ is there and compiles C++ helpers into its tree; here a compiled one is expected
 from __future__ import annotations
 
 import collections
+import multiprocessing.spawn
 import typing
 from typing import Any
 
@@ -28,6 +29,7 @@ def install() -> None:
 
     datasets.compile_helpers = lambda: None
     _copy_what_is_written_beside()
+    _start_without_the_script()
     import megatron.core.models.bert.bert_layer_specs as bert
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
@@ -64,6 +66,16 @@ def _copy_what_is_written_beside() -> None:
     caller.async_loop = staticmethod(megatron_lm_on_cpu.write_beside)
 
 
+def _start_without_the_script() -> None:
+    """Let processes that Megatron spawns not import its script, which has nothing of ours there."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {k: v for k, v in prepare(name).items() if k != "init_main_from_path"}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
 def write_beside(*arguments: Any) -> None:
     """Be the process that writes checkpoints beside training, without a device to choose."""
     cuda: Any = torch.cuda
@@ -74,7 +86,7 @@ def write_beside(*arguments: Any) -> None:
     PersistentAsyncCaller.async_loop(*arguments)
 
 
-if __name__ == "__main__":  # data workers and checkpoint writers import the tree's script anew
+if __name__ == "__main__":
     install()
     from megatron_patches.__main__ import main
 
