@@ -78,11 +78,12 @@ def _start_without_the_script() -> None:
 
 def write_beside(*arguments: Any) -> None:
     """Be the process that writes checkpoints beside training, without a device to choose."""
-    cuda: Any = torch.cuda
-    cuda.device_count = lambda: 1
-    cuda.set_device = cuda.synchronize = lambda *args: None
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
+    cuda: Any = torch.cuda  # behind the imports: torch's compiler keeps a list of its functions
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *args: None
+    cuda.synchronize = lambda *args: None
     PersistentAsyncCaller.async_loop(*arguments)
 
 
