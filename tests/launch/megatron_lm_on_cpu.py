@@ -15,6 +15,7 @@ import collections
 import contextlib
 import importlib
 import json
+import multiprocessing.spawn
 import os
 import select
 import signal
@@ -51,6 +52,7 @@ def install() -> None:
     parallel_state.get_nccl_options = lambda *args: None
     datasets.compile_helpers = lambda: None
     _copy_what_is_written_beside()
+    _start_without_the_script()
     import megatron.core.models.bert.bert_layer_specs as bert
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
@@ -91,16 +93,27 @@ def _copy_what_is_written_beside() -> None:
     caller.async_loop = staticmethod(megatron_lm_on_cpu.write_beside)
 
 
+def _start_without_the_script() -> None:
+    """Let processes that Megatron spawns not import its script, which has nothing of ours there."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {k: v for k, v in prepare(name).items() if k != "init_main_from_path"}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
 own_loop: Any = None  # of who writes, in a rank and in what it forks
 
 
 def write_beside(*arguments: Any) -> None:
     """Be the process that writes checkpoints beside training, without a device to choose."""
-    cuda: Any = torch.cuda
-    cuda.device_count = lambda: 1
-    cuda.set_device = cuda.synchronize = lambda *args: None
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
+    cuda: Any = torch.cuda  # behind the imports: torch's compiler keeps a list of its functions
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *args: None
+    cuda.synchronize = lambda *args: None
     (own_loop or PersistentAsyncCaller.async_loop)(*arguments)
 
 
