@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-CHECKED = "Megatron-LM core_v0.13.1, 0.14.0, 0.16.1, 0.19.0 and main of August 2026"
+CHECKED = "Megatron-LM core_v0.13.1, 0.14.0, 0.16.1, 0.17.1, 0.19.0, main of August 2026"
 _OLDEST, _NEWEST = "core_v0.8.0", "main of August 2026"  # that were read
 _SINCE = {"checkpoint_and_decide_exit": "core_v0.11.0"}  # what the oldest does not have
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import dsx
 from dsx.comm.world import current_world
 from dsx.engines.deepspeed.features import (
+    leaves_out_a_micro_batch,
     reads_before_it_has_come,
     refuse_mpu,
     refuse_sharded_pipeline,
@@ -88,6 +89,14 @@ def test_flat_weights_that_autograd_follows_are_known(
     version: str, backend: str, is_followed: bool
 ) -> None:
     assert steps_with_autograd(version, backend) == is_followed
+
+
+@pytest.mark.parametrize(
+    ("version", "is_left_out"),
+    [("0.17.6", False), ("0.18.2", False), ("0.18.3", True), ("0.18.9", True), ("0.19.0", False)],
+)
+def test_a_last_micro_batch_that_is_not_averaged_is_known(version: str, is_left_out: bool) -> None:
+    assert leaves_out_a_micro_batch(version) == is_left_out
 
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {

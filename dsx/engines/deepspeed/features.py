@@ -90,6 +90,14 @@ def _refused(engine: Any) -> dict[str, str]:
             "from 0.18.7 to 0.18.9 autograd refuses its step, as it follows the flat weights that "
             "are written there; install deepspeed>=0.19, or 0.18.6"
         )
+    sums_apart = hasattr(engine.optimizer, "fp32_groups_flat_partition")
+    is_late = sums_apart and not getattr(engine.optimizer, "immediate_grad_update", False)
+    is_late = is_late and dist.get_world_size() > 1 and not engine.pipeline_parallelism
+    if is_late and leaves_out_a_micro_batch(deepspeed.__version__):
+        found[f"bf16 with data_types.grad_accum_dtype='fp32' of {deepspeed.__version__}"] = (
+            "from 0.18.3 to 0.18.9 ranks do not average the last micro-batch's gradient; install "
+            "deepspeed>=0.19, or leave grad_accum_dtype out"
+        )
     return found
 
 
@@ -107,6 +115,11 @@ def steps_with_autograd(version: str, backend: str) -> bool:
     On a device collectives write past it; gloo's write through torch, which refuses.
     """
     return backend == "gloo" and [0, 18, 7] <= _numbers(version) < [0, 19]
+
+
+def leaves_out_a_micro_batch(version: str) -> bool:
+    """Whether BF16_Optimizer of a release adds the last micro-batch after gradients are reduced."""
+    return [0, 18, 3] <= _numbers(version) < [0, 19]
 
 
 def _numbers(version: str) -> list[int]:
