@@ -30,6 +30,7 @@ from annotated_types import Ge, Gt, Lt
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.registry import contract, register
 from dsx.core.types import PerTensor
+from dsx.method.clip import ClipUnit, clip_to, require_clip
 from dsx.method.in_one_pass import momentum_
 from dsx.method.stability import LinearRule
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 StateDtype = Literal["fp32", "bf16"]
-ClipUnit = Literal["absolute", "rms"]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 
@@ -214,7 +214,7 @@ class Momentum(OuterOptimizer):
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
         require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
-        _require_clip(self.clip, self.clip_unit)
+        require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return `lr * buf`."""
@@ -234,7 +234,7 @@ class Momentum(OuterOptimizer):
         if self.clip is None:
             return momentum_(grad, buffer, out, context.scratch, lr, self.momentum, False)
         buffer.mul_(self.momentum).add_(grad)
-        return _clip(out.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
+        return clip_to(out.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
 
 
 @register("outer_optimizer", "nesterov")
@@ -280,7 +280,7 @@ class Nesterov(OuterOptimizer):
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
         require_choice("outer_optimizer.state_dtype", self.state_dtype, StateDtype)
-        _require_clip(self.clip, self.clip_unit)
+        require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return `lr * (D + mu*buf)`."""
@@ -291,7 +291,7 @@ class Nesterov(OuterOptimizer):
             return momentum_(grad, buffer, out, scratch, self.lr, self.momentum, True)
         buffer.mul_(self.momentum).add_(grad)
         torch.add(grad, torch.mul(buffer, self.momentum, out=scratch), out=out)
-        return _clip(out, self.clip, self.clip_unit, context).mul_(self.lr)
+        return clip_to(out, self.clip, self.clip_unit, context).mul_(self.lr)
 
 
 @register("outer_optimizer", "adam")
@@ -345,26 +345,3 @@ def slot_dtypes(rule: OuterOptimizer, names: Sequence[str]) -> dict[str, str]:
 
 def _out(grad: Tensor, context: OuterContext) -> Tensor:
     return grad if context.out is None else context.out
-
-
-def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:
-    """Clamp `direction` in place to +-clip, a constant or a multiple of each tensor's RMS."""
-    import torch
-
-    if clip is None:
-        return direction
-    if unit == "absolute":
-        return direction.clamp_(-clip, clip)
-    bounds = context.per_tensor.rms(direction).mul_(clip)
-    bound = context.per_tensor.spread(bounds, context.scratch)
-    torch.minimum(direction, bound, out=direction)
-    return torch.maximum(direction, bound.neg_(), out=direction)
-
-
-def _require_clip(clip: float | None, unit: str) -> None:
-    require_choice("outer_optimizer.clip_unit", unit, ClipUnit)
-    if clip is None and unit != "absolute":
-        raise ValueError(
-            f"outer_optimizer.clip_unit={unit!r} has no effect without outer_optimizer.clip; "
-            "set clip, e.g. 3.0 (times the RMS), or leave clip_unit out"
-        )

@@ -89,8 +89,8 @@ def lose_one_value(loop: Any) -> None:
         return
     read = loop.adapter.read
 
-    def read_nan(fragment: int, out: torch.Tensor) -> None:
-        read(fragment, out)
+    def read_nan(fragment: int, out: torch.Tensor, start: int = 0) -> None:
+        read(fragment, out, start)
         if loop.history.step == 8 and loop.history.launched[0] == 4:
             out[64 * WIDTH] = float("nan")  # of layers.1.weight, of which rank 1 has more
 

@@ -144,8 +144,8 @@ def test_what_a_refused_round_carried_is_sent_again() -> None:
     run = trained("eager", 2, 5, compression=FEEDBACK)
     read = run.loops[1].adapter.read
 
-    def read_nan(fragment: int, out: Tensor) -> None:
-        read(fragment, out)
+    def read_nan(fragment: int, out: Tensor, start: int = 0) -> None:
+        read(fragment, out, start)
         out[0] = float("nan")
 
     run.loops[1].adapter.read = read_nan  # type: ignore[method-assign]

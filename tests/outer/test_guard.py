@@ -91,7 +91,7 @@ def test_the_gain_is_that_of_a_first_order_autoregression(rho: float) -> None:
         series, step = mean.clone(), mean
         for _ in range(rounds):
             series = rho * series + math.sqrt(1 - rho**2) * torch.randn_like(series)
-            context: Any = type("Context", (), {"scratch": torch.empty_like(series)})()
+            context: Any = type("Context", (), {"scratch": torch.empty_like(series), "out": None})()
             step = rule.update(series.clone(), slots, context)
         measured = float(step @ series) / float(series @ series)
         assert effective_gain(rule, rho) == pytest.approx(measured, rel=0.03)

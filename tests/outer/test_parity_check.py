@@ -206,8 +206,8 @@ def test_what_is_under_way_does_not_bring_lost_progress_back() -> None:
         run.train_step(mean_loss)
     read = run.loops[1].adapter.read
 
-    def read_nan(fragment: int, out: torch.Tensor) -> None:
-        read(fragment, out)
+    def read_nan(fragment: int, out: torch.Tensor, start: int = 0) -> None:
+        read(fragment, out, start)
         if fragment == 0 and run.loops[1].history.launched[0] == 0:
             out[0] = float("nan")
 

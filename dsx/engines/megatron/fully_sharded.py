@@ -11,7 +11,7 @@ them are `orig_param`. By those dsx knows them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dsx.engines.data_parallel import (
@@ -49,20 +49,6 @@ def pieces_of(parameter: Any, master: Any) -> list[tuple[Any, Piece]]:
     if is_dtensor(master):
         piece = piece_of_shard(f"of {tuple(parameter.shape)}", master)
     return [(parameter, piece)] if piece.numel else []
-
-
-def pieces_in_buffers(chunk: Any, trained: set[int]) -> Iterator[tuple[Any, Piece]]:
-    """Yield what of the parameters of these ids lies in this rank's ranges of Megatron-FSDP."""
-    for group in chunk.param_and_grad_buffer.parameter_groups:
-        masters = group.main_weight_buffer
-        masters = group.model_weight_buffer if masters is None else masters
-        for item, parameter in enumerate(group.params):
-            start, end = masters._get_item_slice_in_shard(item)
-            if end > start and id(parameter) in trained:
-                offset, _ = masters._get_item_local_shard_index(item)
-                is_whole = end - start == parameter.numel()
-                shape = tuple(parameter.shape) if is_whole else (end - start,)
-                yield parameter, Piece(masters.data, shape, start, offset)
 
 
 def end_gathers(chunk: Any) -> None:

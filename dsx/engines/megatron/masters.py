@@ -9,7 +9,7 @@ What is fully sharded is in fully_sharded.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,10 @@ from dsx.engines.megatron.fully_sharded import (
     end_gathers,
     is_megatron_fsdp,
     own,
-    pieces_in_buffers,
     pieces_of,
 )
 from dsx.engines.megatron.precision_aware import is_inside, piece_of
+from dsx.engines.megatron.private import require_names_of_fsdp
 from dsx.engines.megatron.refusals import INSIDE_OF_BOTH, refuse
 
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
@@ -182,9 +182,10 @@ class BufferShards(MasterPlace):
 
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return what of the parameters lies in this rank's ranges."""
+        require_names_of_fsdp()
         trained = {id(parameter) for parameter in self.parameters()}
         chunks = self._leaf.model_chunks
-        return [entry for chunk in chunks for entry in pieces_in_buffers(chunk, trained)]
+        return [entry for chunk in chunks for entry in _pieces_in_buffers(chunk, trained)]
 
     def copy(self) -> None:
         """Copy this rank's ranges to what is gathered from; `gather` takes them further."""
@@ -211,3 +212,17 @@ def gather(chunks: Sequence[Any], at_once: bool = False) -> None:
             if any(group.param_gather_handle is not None for group in groups):
                 chunk.start_param_sync(force_sync=True)
             chunk.start_param_sync(force_sync=True)
+
+
+def _pieces_in_buffers(chunk: Any, trained: set[int]) -> Iterator[tuple[Any, Piece]]:
+    """Yield what of the parameters of these ids lies in this rank's ranges of Megatron-FSDP."""
+    for group in chunk.param_and_grad_buffer.parameter_groups:
+        masters = group.main_weight_buffer
+        masters = group.model_weight_buffer if masters is None else masters
+        for item, parameter in enumerate(group.params):
+            start, end = masters._get_item_slice_in_shard(item)
+            if end > start and id(parameter) in trained:
+                offset, _ = masters._get_item_local_shard_index(item)
+                is_whole = end - start == parameter.numel()
+                shape = tuple(parameter.shape) if is_whole else (end - start,)
+                yield parameter, Piece(masters.data, shape, start, offset)

@@ -28,6 +28,13 @@ NAMES = (
         "megatron.core.num_microbatches_calculator", "get_num_microbatches", "batches are counted"
     ),
 )
+_BUFFER = (
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:DataParallelBuffer"
+)
+OF_FSDP = tuple(
+    InnerName(_BUFFER, name, "a rank's ranges under Megatron-FSDP are known", "0.14.0")
+    for name in ("_get_item_slice_in_shard", "_get_item_local_shard_index")
+)
 RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-core>=0.13,<0.20")
 
 
@@ -37,3 +44,11 @@ def require_names() -> None:
     import megatron.core
 
     RELEASES.require(NAMES, str(getattr(megatron.core, "__version__", "of unknown version")))
+
+
+@cache
+def require_names_of_fsdp() -> None:
+    """As `require_names`, of what a model under Megatron-FSDP takes."""
+    import megatron.core
+
+    RELEASES.require(OF_FSDP, str(getattr(megatron.core, "__version__", "of unknown version")))

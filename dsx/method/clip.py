@@ -1,0 +1,51 @@
+"""The clip of what an outer step applies: CO2's (arXiv:2401.16265, Alg. 1, l. 13)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dsx.core.checks import require_choice
+from dsx.core.types import PerTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ClipUnit = Literal["absolute", "rms"]
+
+
+class Measures(Protocol):
+    """What a multiple of tensors' RMS takes: their norms, and work space `[numel]`."""
+
+    @property
+    def per_tensor(self) -> PerTensor:
+        """The norms of single tensors."""
+        ...
+
+    @property
+    def scratch(self) -> Tensor:
+        """Free work space."""
+        ...
+
+
+def clip_to(direction: Tensor, clip: float | None, unit: str, measures: Measures) -> Tensor:
+    """Clamp `direction` `[numel]` in place to +-clip, a constant or a multiple of tensors' RMS."""
+    import torch
+
+    if clip is None:
+        return direction
+    if unit == "absolute":
+        return direction.clamp_(-clip, clip)
+    bounds = measures.per_tensor.rms(direction).mul_(clip)
+    bound = measures.per_tensor.spread(bounds, measures.scratch)
+    torch.minimum(direction, bound, out=direction)
+    return torch.maximum(direction, bound.neg_(), out=direction)
+
+
+def require_clip(clip: float | None, unit: str) -> None:
+    """Raise ValueError for a unit that is none, or has no effect."""
+    require_choice("outer_optimizer.clip_unit", unit, ClipUnit)
+    if clip is None and unit != "absolute":
+        raise ValueError(
+            f"outer_optimizer.clip_unit={unit!r} has no effect without outer_optimizer.clip; "
+            "set clip, e.g. 3.0 (times the RMS), or leave clip_unit out"
+        )
