@@ -36,15 +36,15 @@ def _look(directory: Path) -> str:
             file.write(bytes(_PROBE_BYTES))
             os.fsync(file.fileno())
         probe.unlink()
-        needed, free = _size_of_last(directory), shutil.disk_usage(directory).free
+        needed, disk = _size_of_last(directory), shutil.disk_usage(directory)
     except OSError as error:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         return f"{error.strerror or error} ({error.filename})"
-    if free < needed:
+    if disk.total and disk.free < needed:  # a remote file system may tell nothing
         return (
-            f"the last one of Megatron's takes {format_bytes(needed)}, and {format_bytes(free)} "
-            f"are free at {directory}"
+            f"the last one of Megatron's takes {format_bytes(needed)}, and "
+            f"{format_bytes(disk.free)} are free at {directory}"
         )
     return ""
 

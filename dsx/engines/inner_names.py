@@ -58,10 +58,11 @@ class KnownReleases:
 
     def _when(self, one: InnerName, version: str) -> str:
         since = one.since or self.first
-        if _numbers(version) < _numbers(since):
+        if numbers_of(version) < numbers_of(since):
             return f"it is there since {since}"
         return f"it was there from {since} to {self.last}, and is gone since"
 
 
-def _numbers(version: str) -> list[int]:
+def numbers_of(version: str) -> list[int]:
+    """Return the first three numbers of a version, to be compared."""
     return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -167,15 +167,18 @@ def _find_master(
             f"{kind.__name__}({what}) keeps masters that are not fp32 tensors, which an outer step "
             "needs: leave it out"
         )
-    return lambda: _engines_master(held, parameter)
+    return lambda: engines_master(held, parameter)
 
 
-def _engines_master(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    """Return Transformer Engine's master of a parameter, made now if no step has been taken."""
+def engines_master(optimizer: Any, parameter: Tensor, has_remainders: bool = False) -> Tensor:
+    """Return Transformer Engine's master of a parameter, made now if no step has been taken.
+
+    `has_remainders`: it is to be what 16 bits lack (`store_param_remainders`).
+    """
     state = optimizer.state[parameter]
     if "master_param" not in state:
-        has_remainders = len(inspect.signature(optimizer.initialize_state).parameters) > 1
-        optimizer.initialize_state(parameter, *([False] if has_remainders else []))
+        takes = len(inspect.signature(optimizer.initialize_state).parameters) > 1
+        optimizer.initialize_state(parameter, *([has_remainders] if takes else []))
     return optimizer.state[parameter]["master_param"]
 
 

@@ -36,13 +36,17 @@ class Staleness(Protocol):
     """What is done to a mean pseudo-gradient before the outer step sees it; nothing, unless said.
 
     - `is_active`: whether the loop has to measure the first step of every round;
-    - `shared_slots`: names of the buffers that are equal on all clusters;
-    - `takes_parts`: whether it may be given a part of a fragment at a time.
+    - `shared_slots`: names of the buffers that are equal on all clusters.
     """
 
     is_active: bool = False
     shared_slots: tuple[str, ...] = ()
-    takes_parts: bool = False
+
+    @property
+    def leaves_mean(self) -> bool:
+        """Whether means are applied as they have come, and nothing is kept of updates."""
+        weighs = type(self).weigh is not Staleness.weigh
+        return not weighs and type(self).remember is Staleness.remember
 
     @property
     def is_elementwise(self) -> bool:
@@ -86,8 +90,6 @@ class Staleness(Protocol):
 @dataclass(frozen=True)
 class NoPenalty(Staleness):
     """Apply the mean as it is."""
-
-    takes_parts = True
 
 
 @register("staleness", "gap")

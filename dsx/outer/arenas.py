@@ -60,8 +60,8 @@ class TransferBuffers:
         return self.held_wire
 
     def holds(self, round: int) -> bool:
-        """Whether what a launch has sent, and its mean, are still here."""
-        return self.round == round and None not in (self.held_sent, self.held_wire)
+        """Whether the mean of a launch is still here."""
+        return self.round == round and self.held_wire is not None
 
     def begin(self) -> Tensor:
         """Return what an exchange works in, contents undefined; the transfers before have ended."""
@@ -96,7 +96,7 @@ class Arenas:
             if not free:
                 return None
             taken = min(free, key=lambda buffers: buffers.round)
-            taken.is_free, taken.round = False, round
+            taken.is_free, taken.round, taken.mean_norm = False, round, None
             mean, taken.held_sent, taken.held_wire = taken.held_wire, None, None
             if sends or self.is_shared:
                 # an accelerator may still read that mean: what is sent is copied behind it

@@ -49,11 +49,9 @@ class HandOver:
             remembers = int(channel.parity_check.memory[0]) >= self.round
             table, wire, sideband = (
                 _told(buffers.parity, seat, remembers),
-                buffers.wire,
-                buffers.sideband.values,
+                buffers.wire.clone(),  # where a later launch lies once this one is applied
+                buffers.sideband.values.clone(),
             )
-            if buffers.is_shared:  # where a later launch is encoded
-                wire = wire.clone()
         elif seat.position in self.takers:
             assert attempt is not None
             sideband = attempt.buffers.sideband.values

@@ -136,9 +136,7 @@ class OuterStep:
         """Whether a mean is given to the outer rule as it has come, and left so."""
         is_as_it_came = self._method.delay.steps_with_mean
         return (
-            is_as_it_came
-            and says(rule, "leaves_gradient")
-            and says(self._method.staleness, "takes_parts")
+            is_as_it_came and says(rule, "leaves_gradient") and self._method.staleness.leaves_mean
         )
 
     def _step_anchor(

@@ -3,7 +3,8 @@
 A launch and an outer step are a dozen operations on the elements of a fragment. One after another
 over all of it, each reads and writes the main memory; over a part of it, all but the first find it
 in the cache. Bits are the same where every policy does the same to each element, which it says of
-itself (`takes_parts`); else, and on an accelerator, a fragment is one part.
+itself (`takes_parts`); else, with a staleness penalty, and on an accelerator, a fragment is one
+part.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def parts_of(
 
     For a launch, or for the outer step that `rule` takes.
     """
-    asked = (method.delay,) if rule is None else (method.delay, rule, method.staleness)
+    asked = (method.delay,) if rule is None else (method.delay, rule)
     is_cut = device.type == "cpu" and all(says(policy, "takes_parts") for policy in asked)
+    is_cut = is_cut and (rule is None or method.staleness.leaves_mean)
     length = LONGEST if is_cut else max(numel, 1)
     for start in range(0, max(numel, 1), length):
         yield Part(start, min(start + length, numel))

@@ -34,17 +34,15 @@ class DeepSpeedCut(NamedTuple):
 
 def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
     """Read a JSON; ValueError for what the formulas do not know, and what does not go together."""
-    zero: Any = document.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise ValueError(f'zero_optimization={zero!r} must be an object; write {{"stage": 1}}')
+    zero = _section(document, "zero_optimization")
     for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device", "none")
+        device = _section(zero, key).get("device", "none")
         if device != "none":
             raise ValueError(
                 f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
                 f"accelerator only; leave {key} out to see what it would take there"
             )
-    tensor = read_integer(document.get("tensor_parallel") or {}, "autotp_size", 0)
+    tensor = read_integer(_section(document, "tensor_parallel"), "autotp_size", 0)
     if tensor > 1:
         raise ValueError(
             f"tensor_parallel.autotp_size={tensor}: a run trains with it, and dsx plans no slices "
@@ -60,9 +58,14 @@ def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
         )
     _require_multiple(ranks, "sequence_parallel_size", context)
     _require_multiple(ranks, "pipeline.stages", pipeline)
-    hpz = read_integer(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1
+    hpz = read_integer(zero, "zero_hpz_partition_size", 1)
+    if hpz > 1 and stage != 3:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size={hpz} with stage {stage}: it is a second "
+            "copy of ZeRO-3's weights; use stage 3, or leave it out"
+        )
     _require_multiple(ranks, "zero_optimization.zero_hpz_partition_size", hpz)
-    is_bf16, is_fp16 = (bool(document.get(key, {}).get("enabled")) for key in ("bf16", "fp16"))
+    is_bf16, is_fp16 = (bool(_section(document, k).get("enabled")) for k in ("bf16", "fp16"))
     accumulated = _accumulated(document, is_bf16, stage, partition is not None)
     return DeepSpeedCut(
         zero_stage=stage or int(accumulated > 0),
@@ -74,6 +77,16 @@ def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
         hpz=hpz,
         accumulated=accumulated,
     )
+
+
+def _section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return what is under a key, {} without it; ValueError where that is no object."""
+    section: Any = document.get(key)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{key}={section!r} must be an object, as in DeepSpeed's JSON: {{...}}")
+    return section
 
 
 def read_integer(section: Mapping[str, Any], key: str, default: int) -> int:
@@ -88,20 +101,20 @@ def _accumulated(
     document: Mapping[str, Any], is_bf16: bool, zero_stage: int, is_pipeline: bool
 ) -> int:
     """Return the bytes of an element in which DeepSpeed's BF16_Optimizer sums gradients, else 0."""
-    kind = document.get("data_types", {}).get("grad_accum_dtype")
+    kind = _section(document, "data_types").get("grad_accum_dtype")
     if kind is None:
         return 2 if is_bf16 and is_pipeline and zero_stage == 0 else 0
     if kind == "fp32" and is_bf16 and zero_stage == 1:
         return 4
     raise ValueError(
-        f"data_types.grad_accum_dtype={kind!r}: dsx memory knows gradients in the weights' type, "
-        "and fp32 with bf16 and ZeRO-1; leave it out, and add the difference"
+        f"data_types.grad_accum_dtype={kind!r}: dsx memory knows DeepSpeed's default, and fp32 "
+        "with bf16 and ZeRO-1; leave it out, and add the difference"
     )
 
 
 def _pipeline(document: Mapping[str, Any], zero_stage: int) -> tuple[int, str | None]:
     """Return the stages, and by what they are cut."""
-    section: Any = document.get("pipeline") or {}
+    section = _section(document, "pipeline")
     if section.get("stages", "auto") in ("auto", None):
         return 1, None
     stages = read_integer(section, "stages", 1)

@@ -148,8 +148,8 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     known = parse(read_words(model_flags))
     if known.num_experts is not None:
         raise ValueError(
-            f"--num-experts={known.num_experts} with a DeepSpeed JSON: dsx serves experts inside "
-            "Megatron; leave it out, or give a file of flags alone"
+            f"--num-experts={known.num_experts} with a DeepSpeed JSON: a run trains with experts, "
+            "and dsx plans none of DeepSpeed's; leave it out, or give a file of flags alone"
         )
     document = read_json(source)
     micro_batch = read_integer(document, "train_micro_batch_size_per_gpu", 1)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsx.core.membership import Membership, Seat
 from dsx.outer.arenas import Arenas, TransferBuffers
+from dsx.outer.hand_over import HandOver
+from dsx.outer.parity_check import ParityResult
 from dsx.outer.sideband import Sideband, SidebandShape
 
 
@@ -113,3 +118,28 @@ def test_where_codes_are_made_at_the_launch_a_transfer_has_one_vector() -> None:
     first, second = launch(arenas, 1), launch(arenas, 2)
     assert first.sent is first.wire is first.begin() and second.sent is second.wire
     assert first.sent is not second.sent
+
+
+def test_a_mean_that_is_restored_alone_is_held() -> None:
+    """What was sent is not needed of it; the mean is saved for who has not applied it yet."""
+    taken = arenas_of(1, vectors(2)).take(7, sends=False)
+    assert taken is not None and not taken.holds(7)
+    taken.begin()
+    assert taken.holds(7) and not taken.holds(6)
+
+
+def test_a_mean_is_handed_over_as_it_was_though_its_vector_is_launched_from_again() -> None:
+    arenas = arenas_of(1, vectors(2))
+    buffers = arenas.take(7, sends=False)
+    assert buffers is not None
+    buffers.begin().copy_(torch.arange(4.0))
+    buffers.parity = ParityResult(round=7, ids=[0, 1])
+    seat = Seat(Membership.of(2), 0)
+    channel: Any = SimpleNamespace(parity_check=SimpleNamespace(memory=torch.tensor([7])))
+    attempt: Any = SimpleNamespace(buffers=buffers, round=7)
+    exchange = HandOver(7, 0, (1,)).exchange(4, 0, seat, channel, attempt)
+    next(exchange)  # what is told of it is on its way
+    buffers.is_free = True  # it is applied, and training goes on
+    launch(arenas, 8)
+    (sent,) = next(exchange).outgoing[1]
+    assert torch.equal(sent, torch.arange(4.0))

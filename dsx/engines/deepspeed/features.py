@@ -5,7 +5,6 @@ The second line: what a JSON tells is refused before anything is built (refusals
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from dsx.engines.deepspeed.refusals import (
     refused_sequence,
     refused_settings,
 )
+from dsx.engines.inner_names import numbers_of
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -106,7 +106,7 @@ def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
 
     A device's stream ends them in their order; gloo's end in any.
     """
-    return backend == "gloo" and ranks > 1 and _numbers(version) < [0, 19, 8]
+    return backend == "gloo" and ranks > 1 and numbers_of(version) < [0, 19, 8]
 
 
 def steps_with_autograd(version: str, backend: str) -> bool:
@@ -114,16 +114,12 @@ def steps_with_autograd(version: str, backend: str) -> bool:
 
     On a device collectives write past it; gloo's write through torch, which refuses.
     """
-    return backend == "gloo" and [0, 18, 7] <= _numbers(version) < [0, 19]
+    return backend == "gloo" and [0, 18, 7] <= numbers_of(version) < [0, 19]
 
 
 def leaves_out_a_micro_batch(version: str) -> bool:
     """Whether BF16_Optimizer of a release adds the last micro-batch after gradients are reduced."""
-    return [0, 18, 3] <= _numbers(version) < [0, 19]
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return [0, 18, 3] <= numbers_of(version) < [0, 19]
 
 
 def refuse_pipeline(model: Any, config: Mapping[str, Any]) -> None:

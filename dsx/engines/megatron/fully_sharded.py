@@ -27,8 +27,9 @@ _OF_MEGATRON = "megatron.core.distributed.fsdp."  # up to core 0.13 another one,
 
 def is_megatron_fsdp(chunk: Any) -> bool:
     """Whether a chunk is wrapped by the Megatron-FSDP of core 0.14 and later."""
-    kind = type(chunk)
-    return kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith(_OF_MEGATRON)
+    kind = type(chunk)  # whose first version has that in its name from core 0.20 on
+    name = kind.__name__.removesuffix("V1")
+    return name == "FullyShardedDataParallel" and kind.__module__.startswith(_OF_MEGATRON)
 
 
 def own(parameter: Any) -> Any:
@@ -54,6 +55,6 @@ def pieces_of(parameter: Any, master: Any) -> list[tuple[Any, Piece]]:
 def end_gathers(chunk: Any) -> None:
     """Wait for what Megatron-FSDP gathers of weights, which are of before. All ranks call it."""
     pipeline = chunk.module.all_gather_pipeline
-    for bucket, is_backward in list(pipeline.param_gather_event_map):
-        pipeline.wait_bucket_ready(bucket, is_backward)
+    for key in list(pipeline.param_gather_event_map):  # up to core 0.15 a bucket, then a pair
+        pipeline.wait_bucket_ready(*(key if isinstance(key, tuple) else (key,)))
     chunk.module.synchronize_param_gather()

@@ -11,7 +11,6 @@ A load puts other tensors into the state: it is looked into at every access.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor
 
 from dsx.engines.masters import Piece
-from dsx.engines.masters_apart import ApartPiece
-
-_MASTER = "master_param"
+from dsx.engines.masters_apart import ApartPiece, engines_master
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,7 @@ def piece_of(optimizer: Any, weights: Tensor, shape: tuple[int, ...], start: int
     )
 
     def find() -> Tensor:
-        if _MASTER not in optimizer.state[weights]:  # before the first step
-            takes = len(inspect.signature(optimizer.initialize_state).parameters) > 1
-            optimizer.initialize_state(weights, *([has_remainders] if takes else []))
-        return optimizer.state[weights][_MASTER]
+        return engines_master(optimizer, weights, has_remainders)
 
     kind = RemainderPiece if has_remainders else ApartPiece
     return kind(weights, shape, start, find=find)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from dsx.engines.inner_names import InnerName, KnownReleases
+from dsx.engines.inner_names import InnerName, KnownReleases, numbers_of
 
 _FP16 = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
 _SHARDS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -31,9 +31,17 @@ NAMES = (
 _BUFFER = (
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:DataParallelBuffer"
 )
+_GATHERS = (
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:AllGatherPipeline"
+)
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP"
+_BEFORE = "what was gathered before an outer step is not used"
 OF_FSDP = tuple(
     InnerName(_BUFFER, name, "a rank's ranges under Megatron-FSDP are known", "0.14.0")
     for name in ("_get_item_slice_in_shard", "_get_item_local_shard_index")
+) + (
+    InnerName(_GATHERS, "wait_bucket_ready", _BEFORE, "0.14.0"),
+    InnerName(_FSDP, "synchronize_param_gather", _BEFORE, "0.14.0"),
 )
 RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-core>=0.13,<0.20")
 
@@ -42,8 +50,15 @@ RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-c
 def require_names() -> None:
     """Raise RuntimeError where the megatron-core that is imported lacks a name of the table."""
     import megatron.core
+    import numpy
 
-    RELEASES.require(NAMES, str(getattr(megatron.core, "__version__", "of unknown version")))
+    version = str(getattr(megatron.core, "__version__", "of unknown version"))
+    RELEASES.require(NAMES, version)
+    if numbers_of(version) < [0, 16] and not hasattr(numpy, "product"):
+        raise RuntimeError(
+            f"megatron-core {version} asks numpy for a name that numpy {numpy.__version__} has not "
+            "(numpy.product) when it saves: install numpy<2, or megatron-core>=0.16"
+        )
 
 
 @cache

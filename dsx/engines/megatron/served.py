@@ -38,7 +38,7 @@ SERVED = {
     "use_megatron_fsdp": "ranges of its buffers; data parallelism alone, not with dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
-    "async_save": "the outer state is whole before Megatron begins to write its part",
+    "async_save": "the outer state, too, is written beside training",
     "rampup_batch_size": "by what each cluster has read itself, at one step in all",
     "step_batch_size_schedule": "as --rampup-batch-size, which it follows in later releases",
 }
