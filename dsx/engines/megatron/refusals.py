@@ -7,6 +7,7 @@ where a script on megatron-core has no such arguments. Needs no megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ UNDER_MEGATRON_FSDP = {
     **UNDER_FSDP,
 }
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
+NOT_LOADED = (  # core_v0.16.1 to main of August 2026
+    "Megatron finds an optimizer's parameters by what to_local() returns, a new tensor each time "
+    "from torch 2.13 on, and loads no DTensors in this format; use --ckpt-format torch_dcp"
+)
+WAITS = (
+    "a rank that holds nothing of a parameter has no state of it, and the others wait for it there "
+    "until --distributed-timeout-minutes; use --optimizer adam with Transformer Engine installed, "
+    "whose Adam has state of all"
+)
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -76,6 +86,7 @@ def refuse_arguments(arguments: Any) -> None:
         if value > 1:
             named[f"{flag_of(name)} {value}"] = why
     named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
+    named |= refused_checkpoints(arguments)
     both = ("use_megatron_fsdp", "use_precision_aware_optimizer")
     if all(getattr(arguments, name, False) for name in both):
         named[" with ".join(flag_of(name) for name in both)] = INSIDE_OF_BOTH
@@ -121,6 +132,40 @@ def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
         for name, value in given.items()
         if value > 1
     }
+
+
+def refused_checkpoints(arguments: Any) -> dict[str, str]:
+    """Return flags by which a fully sharded optimizer would be saved or loaded, where it is not.
+
+    Such a run would end, or its ranks wait for each other, at the first save.
+    """
+
+    def has(name: str) -> bool:
+        return bool(getattr(arguments, name, None))
+
+    kind = None
+    if has("use_torch_fsdp2") and getattr(arguments, "ckpt_format", None) == "torch_dist":
+        kind, why = "--use-torch-fsdp2 and --ckpt-format torch_dist", NOT_LOADED
+    optimizer = getattr(arguments, "optimizer", None) or "adam"
+    has_state_of_all = optimizer == "adam" and _has_transformer_engine()
+    if has("use_megatron_fsdp") and not has_state_of_all:
+        kind, why = f"--use-megatron-fsdp and --optimizer {optimizer}", WAITS
+    if kind is None:
+        return {}
+    without = {"save": ("no_save_optim",), "load": ("no_load_optim", "finetune")}
+    return {
+        f"{flag_of(name)} with {kind}": f"{why}, or for weights alone {flag_of(flags[0])}"
+        for name, flags in without.items()
+        if has(name) and not any(map(has, flags))
+    }
+
+
+def _has_transformer_engine() -> bool:
+    """Whether Megatron takes its optimizers from Transformer Engine; it is not imported."""
+    try:
+        return find_spec("transformer_engine") is not None
+    except ValueError:  # imported, and made without a spec
+        return True
 
 
 def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:
