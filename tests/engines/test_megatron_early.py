@@ -155,7 +155,6 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
         ["--save", "x", "--use-torch-fsdp2"],
-        ["--save", "x", "--use-megatron-fsdp", "--optimizer", "sgd", *OPTIM],
     ],
     ids=" ".join,
 )
@@ -235,23 +234,23 @@ def test_fsdp2_s_optimizer_is_not_in_torch_dist(name: str) -> None:
 def test_megatron_fsdp_s_optimizer_has_state_of_all(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformer Engine's Adam has; another would let ranks wait for each other at a save."""
-    given = SimpleNamespace(use_megatron_fsdp=True, optimizer="adam", **{name: "x"})
-    monkeypatch.setattr(refusals, "find_spec", lambda package: None)
-    with pytest.raises(
-        ValueError, match=f"--{name} with --use-megatron-fsdp .* adam of Meg.*-{name}-"
-    ):
-        refuse_arguments(given)
-    refuse_arguments(SimpleNamespace(**vars(given), **{f"no_{name}_optim": True}))
-    refuse_arguments(SimpleNamespace(use_megatron_fsdp=True))
+    """As Transformer Engine's Adam, or one of torch's; others would let ranks wait at a save."""
+    served = {"adam": ["", "transformer_engine", "transformer_engine apex"], "sgd": [""]}
+    for optimizer, packages in served.items():
+        given = SimpleNamespace(use_megatron_fsdp=True, optimizer=optimizer, **{name: "x"})
+        for found in ("", "apex", "transformer_engine", "transformer_engine apex"):
+            monkeypatch.setattr(refusals, "find_spec", {p: p for p in found.split()}.get)
+            refuse_arguments(SimpleNamespace(**vars(given), **{f"no_{name}_optim": True}))
+            if found in packages:
+                refuse_arguments(given)
+                continue
+            told = f"--{name} with --use-megatron-fsdp and --optimizer {optimizer} of Megatron"
+            with pytest.raises(ValueError, match=told):
+                refuse_arguments(given)
+
+
+def test_a_load_of_weights_alone_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "find_spec", lambda package: package)
-    refuse_arguments(given)
-    given.optimizer = "sgd"
-    with pytest.raises(ValueError, match=f"--{name} with .* --optimizer sgd of Megatron"):
-        refuse_arguments(given)
-
-
-def test_a_load_of_weights_alone_is_served() -> None:
     for kind in ("use_torch_fsdp2", "use_megatron_fsdp"):
         given = {kind: True, "ckpt_format": "torch_dist", "load": "x", "finetune": True}
         refuse_arguments(SimpleNamespace(**given, optimizer="sgd"))

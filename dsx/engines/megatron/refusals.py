@@ -54,9 +54,9 @@ NOT_LOADED = (  # core_v0.16.1 to main of August 2026
     "from torch 2.13 on, and loads no DTensors in this format; use --ckpt-format torch_dcp"
 )
 WAITS = (
-    "a rank that holds nothing of a parameter has no state of it, and the others wait for it there "
-    "until --distributed-timeout-minutes; use --optimizer adam with Transformer Engine installed, "
-    "whose Adam has state of all"
+    "a rank that holds nothing of a parameter has no state of it in fused optimizers but "
+    "Transformer Engine's Adam, and the others wait for it there until "
+    "--distributed-timeout-minutes; use --optimizer adam, and Transformer Engine beside apex"
 )
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
@@ -143,27 +143,26 @@ def refused_checkpoints(arguments: Any) -> dict[str, str]:
     def has(name: str) -> bool:
         return bool(getattr(arguments, name, None))
 
-    kind = None
+    kind, why = "", ""
     if has("use_torch_fsdp2") and getattr(arguments, "ckpt_format", None) == "torch_dist":
         kind, why = "--use-torch-fsdp2 and --ckpt-format torch_dist", NOT_LOADED
     optimizer = getattr(arguments, "optimizer", None) or "adam"
-    has_state_of_all = optimizer == "adam" and _has_transformer_engine()
-    if has("use_megatron_fsdp") and not has_state_of_all:
+    # Transformer Engine's Adam has state of all, and torch's are given it (fully_sharded.py)
+    is_of_all = optimizer == "adam" if _is_found("transformer_engine") else not _is_found("apex")
+    if has("use_megatron_fsdp") and not is_of_all:
         kind, why = f"--use-megatron-fsdp and --optimizer {optimizer}", WAITS
-    if kind is None:
-        return {}
     without = {"save": ("no_save_optim",), "load": ("no_load_optim", "finetune")}
     return {
         f"{flag_of(name)} with {kind}": f"{why}, or for weights alone {flag_of(flags[0])}"
         for name, flags in without.items()
-        if has(name) and not any(map(has, flags))
+        if kind and has(name) and not any(map(has, flags))
     }
 
 
-def _has_transformer_engine() -> bool:
-    """Whether Megatron takes its optimizers from Transformer Engine; it is not imported."""
+def _is_found(package: str) -> bool:
+    """Whether Megatron finds a package, whose optimizers it takes; it is not imported here."""
     try:
-        return find_spec("transformer_engine") is not None
+        return find_spec(package) is not None
     except ValueError:  # imported, and made without a spec
         return True
 
