@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from dsx.engines.attach import attach_megatron
 from dsx.engines.megatron.checkpoint import look_for_own
-from dsx.engines.megatron.fully_sharded import keep_state_of_all
 from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from dsx.training.positions import SAMPLES
 from megatron_patches import probe
 from megatron_patches.batch_size import facts_of_batch, refuse_fixed_backwards
 from megatron_patches.data import agree
+from megatron_patches.fully_sharded import mend_checkpoints
 from megatron_patches.joining import (
     Counters,
     loading_nothing,
@@ -60,8 +60,7 @@ def patch(run: Run) -> None:
             refuse_what_cannot_join(run, arguments)
             if run.world.joins is None:
                 choose_iteration(run, arguments)
-        if getattr(arguments, "use_megatron_fsdp", False):
-            keep_state_of_all()
+        mend_checkpoints(arguments)
         with loading_nothing(run, arguments):
             made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):
