@@ -225,7 +225,11 @@ def test_fsdp2_s_optimizer_is_not_in_torch_dist(name: str) -> None:
     told = f"--{name} with --use-torch-fsdp2 and --ckpt-format torch_dist.* torch_dcp.*-{name}-opt"
     with pytest.raises(ValueError, match=told):
         refuse_arguments(given)
-    refuse_arguments(SimpleNamespace(**{**vars(given), "ckpt_format": "torch_dcp"}))
+    given = SimpleNamespace(**{**vars(given), "ckpt_format": "torch_dcp"})
+    refuse_arguments(given)
+    given.optimizer = "sgd"
+    with pytest.raises(ValueError, match=f"--{name} with --use-torch-fsdp2 and --optimizer sgd"):
+        refuse_arguments(given)
     refuse_arguments(SimpleNamespace(**vars(given), **{f"no_{name}_optim": True}))
     refuse_arguments(SimpleNamespace(**{**vars(given), "use_torch_fsdp2": False}))
 

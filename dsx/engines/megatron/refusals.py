@@ -53,6 +53,7 @@ NOT_LOADED = (  # core_v0.16.1 to main of August 2026
     "Megatron finds an optimizer's parameters by what to_local() returns, a new tensor each time "
     "from torch 2.13 on, and loads no DTensors in this format; use --ckpt-format torch_dcp"
 )
+NOT_MADE = "Megatron makes no state of it to load into; use --optimizer adam"
 WAITS = (
     "a rank that holds nothing of a parameter has no state of it in fused optimizers but "
     "Transformer Engine's Adam, and the others wait for it there until "
@@ -147,6 +148,8 @@ def refused_checkpoints(arguments: Any) -> dict[str, str]:
     if has("use_torch_fsdp2") and getattr(arguments, "ckpt_format", None) == "torch_dist":
         kind, why = "--use-torch-fsdp2 and --ckpt-format torch_dist", NOT_LOADED
     optimizer = getattr(arguments, "optimizer", None) or "adam"
+    if has("use_torch_fsdp2") and optimizer != "adam":
+        kind, why = f"--use-torch-fsdp2 and --optimizer {optimizer}", NOT_MADE
     # Transformer Engine's Adam has state of all, and torch's are given it (fully_sharded.py)
     is_of_all = optimizer == "adam" if _is_found("transformer_engine") else not _is_found("apex")
     if has("use_megatron_fsdp") and not is_of_all:
