@@ -27,14 +27,15 @@ def mend_checkpoints(arguments: Any) -> None:
 
 @functools.cache
 def _hand_on_that_it_loads() -> None:
-    chain = probe.module("megatron.core.optimizer.optimizer").ChainedOptimizer
-    original = probe.function(chain, "state_dict")
+    module = probe.module("megatron.core.optimizer.optimizer")
+    chain: Any = probe.function(module, "ChainedOptimizer")
+    original = chain.state_dict
 
     @functools.wraps(original)
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_loading") and len(self.chained_optimizers) == 1:
             (one,) = self.chained_optimizers
-            one.state_dict(*args, **kwargs)  # which makes it
+            one.init_state_fn(one.optimizer, one.config)
             _count_steps(one.optimizer)
             return one.state_dict()
         return original(self, *args, **kwargs)

@@ -91,7 +91,15 @@ def test_fsdp2_s_chain_of_one_makes_the_state_that_is_loaded(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     chain = type("ChainedOptimizer", (Chain,), {"state_dict": Chain.state_dict})
     sys.modules[own].ChainedOptimizer = chain  # type: ignore[attr-defined]
-    inner = SimpleNamespace(state_dict=lambda is_loading=False: is_loading)
+    weight = nn.Parameter(torch.ones(2))
+    adam = torch.optim.AdamW([weight])
+
+    def make_state(optimizer: Any, config: str) -> None:
+        optimizer.state[weight] = {"exp_avg": torch.zeros(2)}  # no step, as Megatron makes it
+
+    inner = SimpleNamespace(
+        optimizer=adam, config="", init_state_fn=make_state, state_dict=adam.state_dict
+    )
     with pytest.raises(TypeError, match="is_loading"):
         chain(inner).state_dict(is_loading=True)
     fully_sharded._hand_on_that_it_loads.cache_clear()
@@ -99,8 +107,10 @@ def test_fsdp2_s_chain_of_one_makes_the_state_that_is_loaded(
     with pytest.raises(TypeError, match="is_loading"):
         chain(inner).state_dict(is_loading=True)
     fully_sharded.mend_checkpoints(SimpleNamespace(use_torch_fsdp2=True))
-    assert chain(inner).state_dict(is_loading=True) is True
-    assert chain(inner).state_dict() is False
-    assert chain(inner, inner).state_dict() == [False, False]
+    assert chain(inner).state_dict()["state"] == {}
+    made = chain(inner).state_dict(is_loading=True)
+    assert {*made["state"][0]} == {"exp_avg", "step"}
+    adam.load_state_dict(made)
+    assert len(chain(inner, inner).state_dict()) == 2
     with pytest.raises(TypeError, match="is_loading"):  # of which Megatron has no form
         chain(inner, inner).state_dict(is_loading=True)
