@@ -23,6 +23,7 @@ from dsx.training.positions import SAMPLES
 from megatron_patches import probe
 from megatron_patches.batch_size import facts_of_batch, refuse_fixed_backwards
 from megatron_patches.data import agree
+from megatron_patches.fully_sharded import mend_checkpoints
 from megatron_patches.joining import (
     Counters,
     loading_nothing,
@@ -59,6 +60,7 @@ def patch(run: Run) -> None:
             refuse_what_cannot_join(run, arguments)
             if run.world.joins is None:
                 choose_iteration(run, arguments)
+        mend_checkpoints(arguments)
         with loading_nothing(run, arguments):
             made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):

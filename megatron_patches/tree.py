@@ -65,6 +65,8 @@ WRAPPED = (
     Wrapped(_LOOP, "train_step", (), "losses.py", "the bounds of divergence see the loss"),
     Wrapped(_LOOP, "num_floating_point_operations", ("args",), "joining.py",
             "a cluster that comes back counts as the others"),
+    Wrapped(("megatron.core.optimizer.optimizer",), "ChainedOptimizer", (), "fully_sharded.py",
+            "FSDP2's checkpoints are loaded"),
     Wrapped(_LOOP, "cyclic_iter", (), "joining.py", "a cluster that comes back reads on"),
 )  # fmt: skip
 

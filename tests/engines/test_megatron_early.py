@@ -61,8 +61,10 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name}-size", type=int, default=1)
         parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
         parser.add_argument("--num-experts", type=int)
-        for name in ("use-torch-fsdp2", "use-precision-aware-optimizer"):
+        for name in ("use-torch-fsdp2", "use-precision-aware-optimizer", "no-save-optim"):
             parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument("--save")
+        parser.add_argument("--ckpt-format", default="torch_dist")
         parser.add_argument("--use-megatron-fsdp", action="store_true")
         parser.add_argument("--data-parallel-sharding-strategy", default="no_shard")
         parser.add_argument("--optimizer", default="adam")
@@ -152,6 +154,7 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
         ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
+        ["--save", "x", "--use-torch-fsdp2"],
     ],
     ids=" ".join,
 )
@@ -213,6 +216,48 @@ def test_megatron_fsdp_is_served_though_it_sets_the_old_one_s_flag() -> None:
     given = SimpleNamespace(use_megatron_fsdp=True, use_custom_fsdp=True)
     for given.data_parallel_sharding_strategy in refusals.SHARDING:
         refuse_arguments(given)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_fsdp2_s_optimizer_is_not_in_torch_dist(name: str) -> None:
+    """Neither is it where the optimizer is left out."""
+    given = SimpleNamespace(use_torch_fsdp2=True, ckpt_format="torch_dist", **{name: "x"})
+    told = f"--{name} with --use-torch-fsdp2 and --ckpt-format torch_dist.* torch_dcp.*-{name}-opt"
+    with pytest.raises(ValueError, match=told):
+        refuse_arguments(given)
+    given = SimpleNamespace(**{**vars(given), "ckpt_format": "torch_dcp"})
+    refuse_arguments(given)
+    given.optimizer = "sgd"
+    with pytest.raises(ValueError, match=f"--{name} with --use-torch-fsdp2 and --optimizer sgd"):
+        refuse_arguments(given)
+    refuse_arguments(SimpleNamespace(**vars(given), **{f"no_{name}_optim": True}))
+    refuse_arguments(SimpleNamespace(**{**vars(given), "use_torch_fsdp2": False}))
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_megatron_fsdp_s_optimizer_has_state_of_all(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Transformer Engine's Adam, or one of torch's; others would let ranks wait at a save."""
+    served = {"adam": ["", "transformer_engine", "transformer_engine apex"], "sgd": [""]}
+    for optimizer, packages in served.items():
+        given = SimpleNamespace(use_megatron_fsdp=True, optimizer=optimizer, **{name: "x"})
+        for found in ("", "apex", "transformer_engine", "transformer_engine apex"):
+            monkeypatch.setattr(refusals, "find_spec", {p: p for p in found.split()}.get)
+            refuse_arguments(SimpleNamespace(**vars(given), **{f"no_{name}_optim": True}))
+            if found in packages:
+                refuse_arguments(given)
+                continue
+            told = f"--{name} with --use-megatron-fsdp and --optimizer {optimizer} of Megatron"
+            with pytest.raises(ValueError, match=told):
+                refuse_arguments(given)
+
+
+def test_a_load_of_weights_alone_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "find_spec", lambda package: package)
+    for kind in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        given = {kind: True, "ckpt_format": "torch_dist", "load": "x", "finetune": True}
+        refuse_arguments(SimpleNamespace(**given, optimizer="sgd"))
 
 
 def test_the_second_line_is_before_the_model(

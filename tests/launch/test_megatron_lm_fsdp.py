@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,19 @@ import pytest
 from tests.launch import test_megatron_lm, test_megatron_synchronous
 from tests.launch.test_megatron_lm import (
     MODEL,
+    SAVED_AT,
     STEPS,
+    anchors,
     logged,
     pretrain,
+    require_equal_anchors,
 )
-from tests.launch.test_megatron_synchronous import plain
+from tests.launch.test_megatron_synchronous import differences, held, plain
 
 tree = test_megatron_lm.tree  # the fixture
 LATE = shlex.split("--dsx-preset diloco --dsx-schedule-interval 100")
 KINDS = {
-    "fsdp2": "--use-torch-fsdp2 --untie-embeddings-and-output-weights",
+    "fsdp2": "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp",
     "megatron": """
         --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
         --data-parallel-sharding-strategy optim_grads_params --no-gradient-reduce-div-fusion
@@ -33,7 +37,7 @@ KINDS = {
 def test_shards_train(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As plain Megatron where no outer step comes; and in two clusters."""
+    """As plain Megatron where no outer step comes; and in two clusters, resumed to the bit."""
     environment = test_megatron_lm.environment
 
     def with_connections(at: Path) -> dict[str, str]:  # with one Megatron refuses both
@@ -50,7 +54,25 @@ def test_shards_train(
     for what in ("lm loss", "grad norm"):
         assert logged(one, what) == logged(whole, what) and len(logged(whole, what)) == 4
 
-    # core_v0.16.1 does not save on a CPU: docs/megatron.md
-    texts = pretrain(tree, tmp_path / "logs", "--bf16", "--train-iters", str(STEPS))
+    given = ["--bf16", "--train-iters", str(STEPS), "--save-interval", str(SAVED_AT)]
+    save = ["--save", str(tmp_path / "{cluster_id}")]
+    texts = pretrain(tree, tmp_path / "logs", *given, *save)
     assert all(len(logged(text, "lm loss")) == STEPS for text in texts)
     assert logged(texts[0], "lm loss")[1] != logged(texts[1], "lm loss")[1]  # data of their own
+    for cluster in range(2):
+        latest = tmp_path / str(cluster) / "latest_checkpointed_iteration.txt"
+        latest.write_text(str(SAVED_AT))
+    whole_run, load = tmp_path / "whole", ["--load", str(tmp_path / "{cluster_id}")]
+    for cluster in range(2):
+        shutil.copytree(tmp_path / str(cluster), whole_run / str(cluster))
+    resumed = pretrain(tree, tmp_path / "resumed", *given, *save, *load)
+    for cluster, (whole, part) in enumerate(zip(texts, resumed, strict=True)):
+        before, after = logged(whole, "grad norm"), logged(part, "grad norm")
+        assert sorted(after) == list(range(SAVED_AT + 1, STEPS + 1))
+        assert after == {i: before[i] for i in after}
+        one, other = (held(base / str(cluster), STEPS) for base in (whole_run, tmp_path))
+        # of which Megatron does not load how many there were in these forms
+        assert {*differences(one, other)} <= {"dist/num_floating_point_operations_so_far"}
+    require_equal_anchors(tmp_path, STEPS)
+    for first, second in zip(anchors(whole_run, STEPS), anchors(tmp_path, STEPS), strict=True):
+        assert first and all(first[name].equal(second[name]) for name in first)

@@ -12,7 +12,11 @@ them are `orig_param`. By those dsx knows them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsx.engines.data_parallel import (
     drop_gathered,
@@ -58,3 +62,25 @@ def end_gathers(chunk: Any) -> None:
     for key in list(pipeline.param_gather_event_map):  # up to core 0.15 a bucket, then a pair
         pipeline.wait_bucket_ready(*(key if isinstance(key, tuple) else (key,)))
     chunk.module.synchronize_param_gather()
+
+
+@cache
+def keep_state_of_all() -> None:
+    """Let torch's optimizers have state of Megatron-FSDP's parameters on every rank; once.
+
+    A rank that holds no element of a parameter gets no gradient of it from Megatron, and torch's
+    optimizers have no state without; yet all ranks gather for each state in a checkpoint, and
+    would wait for each other. Before Megatron loads, as it makes the state that is loaded into by
+    a step. What is trained is the same to the bit.
+    """
+    register_optimizer_step_pre_hook(_give_empty_gradients)
+
+
+def _give_empty_gradients(optimizer: Any, *_: Any) -> None:
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return  # whose kernels may not take what is empty
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            is_shard = hasattr(parameter, "orig_param") and is_dtensor(parameter)
+            if is_shard and parameter.grad is None and not parameter.to_local().numel():
+                parameter.grad = torch.zeros_like(parameter)

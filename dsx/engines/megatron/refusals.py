@@ -7,6 +7,7 @@ where a script on megatron-core has no such arguments. Needs no megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ UNDER_MEGATRON_FSDP = {
     **UNDER_FSDP,
 }
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
+NOT_LOADED = (  # core_v0.16.1 to main of August 2026
+    "Megatron finds an optimizer's parameters by what to_local() returns, a new tensor each time "
+    "from torch 2.13 on, and loads no DTensors in this format; use --ckpt-format torch_dcp"
+)
+NOT_MADE = "Megatron makes no state of it to load into; use --optimizer adam"
+WAITS = (
+    "a rank that holds nothing of a parameter has no state of it in fused optimizers but "
+    "Transformer Engine's Adam, and the others wait for it there until "
+    "--distributed-timeout-minutes; use --optimizer adam, and Transformer Engine beside apex"
+)
 OF_MODEL = {
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -76,6 +87,7 @@ def refuse_arguments(arguments: Any) -> None:
         if value > 1:
             named[f"{flag_of(name)} {value}"] = why
     named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
+    named |= refused_checkpoints(arguments)
     both = ("use_megatron_fsdp", "use_precision_aware_optimizer")
     if all(getattr(arguments, name, False) for name in both):
         named[" with ".join(flag_of(name) for name in both)] = INSIDE_OF_BOTH
@@ -121,6 +133,41 @@ def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
         for name, value in given.items()
         if value > 1
     }
+
+
+def refused_checkpoints(arguments: Any) -> dict[str, str]:
+    """Return flags by which a fully sharded optimizer would be saved or loaded, where it is not.
+
+    Such a run would end, or its ranks wait for each other, at the first save.
+    """
+
+    def has(name: str) -> bool:
+        return bool(getattr(arguments, name, None))
+
+    kind, why = "", ""
+    if has("use_torch_fsdp2") and getattr(arguments, "ckpt_format", None) == "torch_dist":
+        kind, why = "--use-torch-fsdp2 and --ckpt-format torch_dist", NOT_LOADED
+    optimizer = getattr(arguments, "optimizer", None) or "adam"
+    if has("use_torch_fsdp2") and optimizer != "adam":
+        kind, why = f"--use-torch-fsdp2 and --optimizer {optimizer}", NOT_MADE
+    # Transformer Engine's Adam has state of all, and torch's are given it (fully_sharded.py)
+    is_of_all = optimizer == "adam" if _is_found("transformer_engine") else not _is_found("apex")
+    if has("use_megatron_fsdp") and not is_of_all:
+        kind, why = f"--use-megatron-fsdp and --optimizer {optimizer}", WAITS
+    without = {"save": ("no_save_optim",), "load": ("no_load_optim", "finetune")}
+    return {
+        f"{flag_of(name)} with {kind}": f"{why}, or for weights alone {flag_of(flags[0])}"
+        for name, flags in without.items()
+        if kind and has(name) and not any(map(has, flags))
+    }
+
+
+def _is_found(package: str) -> bool:
+    """Whether Megatron finds a package, whose optimizers it takes; it is not imported here."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported, and made without a spec
+        return True
 
 
 def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:
