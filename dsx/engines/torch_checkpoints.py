@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint.checksums import OF_TORCH
 from dsx.checkpoint.files import SavedCluster
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import cluster_directory, complete_tag
@@ -30,8 +31,6 @@ from dsx.engines.resume_point import choose
 from dsx.engines.torch import TorchAdapter
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
-
-FOLDER = "torch"
 
 
 class TorchCheckpoints:
@@ -84,7 +83,7 @@ class TorchCheckpoints:
         )
         path = cluster_directory(directory, source) / tag
         saved = SavedCluster(path)
-        self._load_own(path / FOLDER)
+        self._load_own(path / OF_TORCH)
         is_new, is_other = source != world.cluster_id, saved.num_clusters != world.num_clusters
         handle.load(path, is_new, is_other)
         return path
@@ -116,7 +115,7 @@ class TorchCheckpoints:
         adapter = self._adapter
         state = state_of(adapter.model, adapter.inner_optimizers)
         group, stager = self._tools()
-        self._handle.beside.write(EnginePart(state, directory / FOLDER, group, stager))
+        self._handle.beside.write(EnginePart(state, directory / OF_TORCH, group, stager))
 
     def _load_own(self, path: Path) -> None:
         adapter = self._adapter
