@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,32 @@ class Rows(torch.optim.Optimizer):
         self.since = since
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"]):
             kept = self.state[p]
             kept["step"] = kept.get("step", torch.zeros(1)) + 1
             if kept["step"] >= self.since:
                 kept["momentum"] = p.grad.to_local().clone()
             p.add_(p.grad, alpha=-0.1)
+
+
+def rows(since: int) -> Any:
+    def make_rows(model: Any) -> Any:
+        return Rows(model.parameters(), since)
+
+    return make_rows
+
+
+def adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters())
+
+
+def adamw_of_each(model: Any) -> Any:
+    return torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+
+
+def adamw_of_reversed(model: Any) -> Any:
+    return torch.optim.AdamW(list(model.parameters())[::-1])
 
 
 def make(optimizer: Any) -> tuple[Any, Any, Any, dsx.TorchCheckpoints]:
@@ -58,10 +78,10 @@ def said(work: Any) -> str:
 def work(base: str) -> dict[str, Any]:
     dsx.init_distributed(config_of("diloco"))
     found: dict[str, Any] = {}
-    model, optimizer, handle, checkpoints = make(lambda m: Rows(m.parameters(), 1))
+    model, optimizer, handle, checkpoints = make(rows(1))
     found["first step"] = said(lambda: train(model, optimizer))
     handle.close()
-    model, optimizer, handle, checkpoints = make(lambda m: Rows(m.parameters(), 3))
+    model, optimizer, handle, checkpoints = make(rows(3))
     train(model, optimizer)
     assert checkpoints.save(f"{base}/rows")
     train(model, optimizer)
@@ -70,17 +90,14 @@ def work(base: str) -> dict[str, Any]:
     found["left"] = sorted(p.name for p in Path(base, "rows").glob("cluster_*/*"))
     train(model, optimizer)
     handle.close()
-    model, optimizer, handle, checkpoints = make(lambda m: torch.optim.AdamW(m.parameters()))
+    model, optimizer, handle, checkpoints = make(adamw)
     train(model, optimizer)
     assert checkpoints.save(f"{base}/one")
     handle.close()
-    for name, group in {
-        "number": lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]),
-        "order": lambda m: torch.optim.AdamW(list(m.parameters())[::-1]),
-    }.items():
+    for name, group in {"number": adamw_of_each, "order": adamw_of_reversed}.items():
         model, optimizer, handle, checkpoints = make(group)
         before = [p.full_tensor().clone() for p in model.parameters()]
-        found[name] = said(lambda c=checkpoints: c.load(f"{base}/one"))
+        found[name] = said(partial(checkpoints.load, f"{base}/one"))
         after = [p.full_tensor() for p in model.parameters()]
         found[f"{name} kept"] = all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         handle.close()
