@@ -1,8 +1,9 @@
 """Checksums of the files of an outer state: a bit that has flipped is refused, not trained on.
 
 A rank leaves the SHA-256 of its file beside it, as `sha256sum` writes it. Where a tag is completed,
-`dsx.json` takes these in, with those of the small files beside them and one of its own. At a load
-the ranks of a cluster read a share of the files each and agree before anything is changed.
+`dsx.json` takes these in, with those of the small files beside them and one of its own, and those
+of the files of plain PyTorch below it. At a load the ranks of a cluster read a share of the files
+each and agree before anything is changed.
 
 A state of dsx 0.2 or earlier has none: a warning says so.
 """
@@ -21,6 +22,7 @@ from dsx.core.progress import SOON, Progress
 
 MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
+OF_TORCH = "torch"  # the folder of what plain PyTorch trains: its ranks leave checksums, too
 DAMAGED = "damaged"  # in place of what a manifest held
 _SUFFIX = ".sha256"
 _FILES, _SIZES, _OWN = "checksums", "sizes", "checksum"
@@ -49,15 +51,16 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
     Of the engine's files it has the sizes.
     """
     files = {path.name: checksum(path) for path in sorted(directory.glob("*.json"))}
-    for left in sorted(directory.glob(f"*{_SUFFIX}")):
-        name, digest = _read_left(left)
-        files[name] = digest
-        left.unlink()
+    for folder in (directory, directory / OF_TORCH):
+        for left in sorted(folder.glob(f"*{_SUFFIX}")):
+            name, digest = _read_left(left)
+            files[(folder / name).relative_to(directory).as_posix()] = digest
+            left.unlink()
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
     sizes = {
         name: path.stat().st_size
         for name, path in sorted(paths.items())
-        if name not in files and path.is_file()
+        if path.is_file() and (name not in files or "/" in name)
     }
     return sealed({**manifest, _FILES: files, _SIZES: sizes})
 
@@ -102,9 +105,9 @@ def with_sizes(manifest: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[st
 
 
 def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Raise ValueError if a file of a tag is not as it was saved; of `num_ranks`, this one's share.
+    """Raise ValueError if a file of the outer state is not as it was saved; of a share of them.
 
-    A rank's own file is in its share.
+    A rank's own file is in its share, of `num_ranks`.
     """
     expected = _expected(directory)
     if expected is None:
@@ -114,6 +117,12 @@ def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
                 "not be seen; the next save has them", directory,
             )  # fmt: skip
         return
+    outer = {name: digest for name, digest in expected.items() if "/" not in name}
+    _compare(directory, outer, rank, num_ranks)
+
+
+def _compare(directory: Path, expected: Mapping[str, str], rank: int, num_ranks: int) -> None:
+    """Raise ValueError where a file that is there has another checksum; of a share of them."""
     own = sorted(expected, key=lambda n: (n.endswith(".json"), n))[rank::num_ranks]
     sizes = [path.stat().st_size for name in own if (path := directory / name).exists()]
     what = f"comparing {directory} with its checksums"
@@ -130,27 +139,32 @@ def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
 def find_damage(directory: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
     """Say what is wrong with the files of a tag, the engine's included; of `num_ranks`, a share.
 
-    Of the engine's files the sizes are known, and torch keeps checks of its own in them.
+    Of the engine's files the sizes are known, and of plain PyTorch's the checksums; in DeepSpeed's
+    and Megatron's torch keeps checks of its own.
     """
     try:
         require_intact(directory, rank, num_ranks)
-        manifest = json.loads((directory / MANIFEST).read_text())
-        lost = [name for name in manifest.get(_FILES, {}) if not (directory / name).is_file()]
+        files, sizes = files_of(json.loads((directory / MANIFEST).read_text()))
+        lost = [name for name in files if not (directory / name).is_file()]
         if lost:
             return f"{directory / lost[0]} is gone"
-        for name, size in list(manifest.get(_SIZES, {}).items())[rank::num_ranks]:
-            _require_whole(directory / name, size)
+        for name, size in list(sizes.items())[rank::num_ranks]:
+            _require_whole(directory / name, size, has_checksum=name in files)
+        _compare(directory, {n: files[n] for n in files if "/" in n}, rank, num_ranks)
     except (OSError, ValueError) as error:
         return str(error).split("; load an earlier checkpoint")[0]
     return None
 
 
-def _require_whole(path: Path, size: int) -> None:
-    """Raise ValueError if a file has another size, or is a zip, as torch's are, with other bits."""
+def _require_whole(path: Path, size: int, has_checksum: bool) -> None:
+    """Raise ValueError if a file has another size, or is a zip, as torch's are, with other bits.
+
+    A file with a checksum is left to that: plain PyTorch's are many zips in a row.
+    """
     if not path.is_file() or path.stat().st_size != size:
         held = f"{path.stat().st_size:,} bytes" if path.is_file() else "nothing"
         raise ValueError(f"{path} holds {held}, and {size:,} bytes were saved")
-    if zipfile.is_zipfile(path):
+    if not has_checksum and zipfile.is_zipfile(path):
         try:
             with zipfile.ZipFile(path) as file:
                 broken = file.testzip()

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from dsx.engines.noted_files import new_noting_writer
+
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,  # all of it: plain classes
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -57,7 +59,8 @@ class EnginePart:
 
     def detach(self) -> None:
         """Copy all, and let it be written: training is about to go on."""
-        more = {} if self._stager is None else {"async_stager": self._stager}
+        more: dict[str, Any] = {} if self._stager is None else {"async_stager": self._stager}
+        more |= {"storage_writer": new_noting_writer(self._path)}
         given: Any = dcp.async_save(
             self._state, checkpoint_id=self._path, process_group=self._group, **more
         )
@@ -77,7 +80,13 @@ class EnginePart:
         try:
             if self._future is None:
                 state, self._state = self._state, {}
-                dcp.save(state, checkpoint_id=self._path, process_group=self._group)
+                writer = new_noting_writer(self._path)
+                dcp.save(
+                    state,
+                    checkpoint_id=self._path,
+                    storage_writer=writer,
+                    process_group=self._group,
+                )
             else:
                 self._future.result()
         except CheckpointException as error:
@@ -163,7 +172,7 @@ class PartReader(dcp.FileSystemReader):
             return None
         dtype = cast(TensorStorageMetadata, stored).properties.dtype
         info = self.storage_data[item.storage_index]
-        if info.transform_descriptors:
+        if getattr(info, "transform_descriptors", None):  # torch 2.6 knows of none
             return None
         width = math.prod(lengths[1:]) * dtype.itemsize
         with (Path(self.path) / info.relative_path).open("rb") as file:

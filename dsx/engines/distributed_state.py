@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsx.engines.data_parallel import bare_parameters
@@ -61,36 +62,65 @@ def place_for(
     return found
 
 
-def take(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-    """Give model and optimizers what was loaded; ValueError where it is of other parameters."""
-    set_model_state_dict(model, state["model"])
-    named, saved = bare_parameters(model), state.get("optimizer", {})
-    groups: list[dict[str, Any]] = list(saved.get(_GROUPS, []))
-    kept: dict[str, Any] = saved.get(_STATE, {})
+def require_served(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError for what an optimizer keeps that is not served, by its name."""
+    named = bare_parameters(model)
+    names = _names(optimizer, named)
+    _require_known(type(optimizer).__name__, optimizer.state_dict(), names, named)
+
+
+def place_for_groups(metadata: Metadata) -> dict[str, Any]:
+    """Return the places of the parameter groups alone, which are looked at before all else."""
+    found: dict[str, Any] = {}
+    for key, path in (metadata.planner_data or {}).items():
+        if tuple(path[:2]) == ("optimizer", _GROUPS):
+            entry = metadata.state_dict_metadata[key]
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            _put(found, list(path), _empty(entry, None) if is_tensor else None)
+    return found
+
+
+def require_same_groups(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where a checkpoint's parameter groups are of other parameters."""
+    named, groups = bare_parameters(model), _groups_in(state)
     if len(groups) != sum(len(optimizer.param_groups) for optimizer in optimizers):
         raise ValueError(
             f"the checkpoint holds {len(groups)} parameter group(s), and this run's optimizers "
             f"{sum(len(optimizer.param_groups) for optimizer in optimizers)}: make them as they "
             "were made"
         )
+    kinds = [(type(o).__name__, group) for o in optimizers for group in o.param_groups]
+    for group, (kind, now) in zip(groups, kinds, strict=True):
+        here = [names_of(p, named) for p in now["params"]]
+        if here != group["params"]:
+            raise ValueError(
+                f"a parameter group of {kind} holds "
+                f"{_differing(here, group['params'])} in the one and not in the other, of "
+                "this run and of the checkpoint: make the optimizers as they were made"
+            )
+
+
+def take(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+    """Give model and optimizers what was loaded, of groups that are the same."""
+    set_model_state_dict(model, state["model"])
+    named, groups = bare_parameters(model), _groups_in(state)
+    kept: dict[str, Any] = state.get("optimizer", {}).get(_STATE, {})
     for optimizer in optimizers:
         names = _names(optimizer, named)
         own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
         indices = {name: index for index, name in names.items()}
-        for group, now in zip(own, optimizer.param_groups, strict=True):
-            here = [names_of(p, named) for p in now["params"]]
-            if here != group["params"]:
-                raise ValueError(
-                    f"a parameter group of {type(optimizer).__name__} holds "
-                    f"{_differing(here, group['params'])} in the one and not in the other, of "
-                    "this run and of the checkpoint: make the optimizers as they were made"
-                )
         optimizer.load_state_dict(
             {
                 _STATE: {i: kept[name] for name, i in indices.items() if name in kept},
                 _GROUPS: [{**g, "params": [indices[n] for n in g["params"]]} for g in own],
             }
         )
+
+
+def _groups_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(state.get("optimizer", {}).get(_GROUPS, []))
 
 
 def names_of(parameter: nn.Parameter, named: Named) -> str:
@@ -117,19 +147,28 @@ def _require_known(
         raise ValueError(f"{kind}.state_dict() holds {', '.join(more)}, too: {advice}")
     for index, kept in told[_STATE].items():
         for key, value in kept.items() if isinstance(kept, Mapping) else [("", kept)]:
-            if isinstance(value, Tensor) and not _is_plain(value, named[names[index]]):
-                raise ValueError(
-                    f"{kind} keeps {key} of {names[index]} as {_kind_of(value)}: {advice}"
-                )
+            if isinstance(value, Tensor) and (why := _not_served(value, named[names[index]])):
+                raise ValueError(f"{kind} keeps {key} of {names[index]} as {why}: {advice}")
 
 
-def _is_plain(value: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a tensor is torch's own, or sharded as its parameter is."""
-    if type(value) in (Tensor, nn.Parameter):
-        return True
+def _not_served(value: Tensor, parameter: nn.Parameter) -> str:
+    """Say what a tensor is that is not torch's own of all ranks, nor sharded as its parameter."""
     own: Any = parameter
+    if type(value) in (Tensor, nn.Parameter):
+        is_of_rows = value.ndim > 0 and value.shape == _local_shape(own)
+        if isinstance(parameter, DTensor) and (value.numel() > 1 or is_of_rows):
+            return (
+                f"a plain Tensor of {tuple(value.shape)}, which may be another on each rank, and "
+                "the parameter as a DTensor (make it by zeros_like(p), not of p.to_local())"
+            )
+        return ""
     placements = getattr(value, "placements", None)
-    return placements is not None and placements == getattr(own, "placements", None)
+    is_as_parameter = placements is not None and placements == getattr(own, "placements", None)
+    return "" if is_as_parameter else _kind_of(value)
+
+
+def _local_shape(parameter: Any) -> Any:
+    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
 
 
 def _kind_of(value: Any) -> str:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
+from dsx.checkpoint.checksums import OF_TORCH
 from dsx.checkpoint.files import SavedCluster
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import cluster_directory, complete_tag
@@ -24,14 +27,19 @@ from dsx.engines.distributed_files import (
     new_stager,
     read_metadata,
 )
-from dsx.engines.distributed_state import place_for, state_of, take
+from dsx.engines.distributed_state import (
+    place_for,
+    place_for_groups,
+    require_same_groups,
+    require_served,
+    state_of,
+    take,
+)
 from dsx.engines.end_of_script import EndOfScript
 from dsx.engines.resume_point import choose
 from dsx.engines.torch import TorchAdapter
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
-
-FOLDER = "torch"
 
 
 class TorchCheckpoints:
@@ -56,6 +64,8 @@ class TorchCheckpoints:
         if isinstance(end, EndOfScript):
             end.serve(self._write_own)
         handle.rollback.load = self.load
+        for optimizer in adapter.inner_optimizers:
+            self._look_behind_first_step(optimizer)
 
     def save(self, directory: str | Path, tag: str | None = None) -> bool:
         """Save in this cluster's part of `directory`, by default as `step<n>`.
@@ -84,7 +94,7 @@ class TorchCheckpoints:
         )
         path = cluster_directory(directory, source) / tag
         saved = SavedCluster(path)
-        self._load_own(path / FOLDER)
+        self._load_own(path / OF_TORCH)
         is_new, is_other = source != world.cluster_id, saved.num_clusters != world.num_clusters
         handle.load(path, is_new, is_other)
         return path
@@ -97,10 +107,31 @@ class TorchCheckpoints:
             self._stager.close()
             self._stager = None
 
+    def _look_behind_first_step(self, optimizer: Optimizer) -> None:
+        """Let a step raise ValueError, once, where what the optimizer then keeps is not served."""
+
+        def look(*_: Any) -> None:
+            hook.remove()
+            require_served(self._adapter.model, optimizer)
+
+        hook = optimizer.register_step_post_hook(look)
+
+    def _require_served(self) -> None:
+        """Raise ValueError on all ranks where one keeps what is not served. Collective."""
+        why = None
+        try:
+            for optimizer in self._adapter.inner_optimizers:
+                require_served(self._adapter.model, optimizer)
+        except ValueError as error:
+            why = str(error)
+        if wrong := next(filter(None, gather_objects(why)), None):
+            raise ValueError(f"nothing is saved: {wrong}")
+
     def _save(self, directory: str | Path, tag: str | None) -> None:
         handle, world = self._handle, self._world
         tag = f"step{handle.step}" if tag is None else tag
         own = cluster_directory(directory, world.cluster_id)
+        self._require_served()
         with handle.saving():
             saving = AgreedSave(handle, own, tag, world.rank == 0, may_be_later=True)
             begun = saving.unfinished
@@ -116,7 +147,7 @@ class TorchCheckpoints:
         adapter = self._adapter
         state = state_of(adapter.model, adapter.inner_optimizers)
         group, stager = self._tools()
-        self._handle.beside.write(EnginePart(state, directory / FOLDER, group, stager))
+        self._handle.beside.write(EnginePart(state, directory / OF_TORCH, group, stager))
 
     def _load_own(self, path: Path) -> None:
         adapter = self._adapter
@@ -126,7 +157,11 @@ class TorchCheckpoints:
                 "there by itself, and handle.load(directory)"
             )
         group, _ = self._tools()
-        place = place_for(adapter.model, adapter.inner_optimizers, read_metadata(path))
+        metadata = read_metadata(path)
+        groups = place_for_groups(metadata)
+        load(groups, path, group)
+        require_same_groups(adapter.model, adapter.inner_optimizers, groups)
+        place = place_for(adapter.model, adapter.inner_optimizers, metadata)
         load(place, path, group)
         take(adapter.model, adapter.inner_optimizers, place)
 
