@@ -99,4 +99,6 @@ def test_what_megatron_had_not_ended_is_not_chosen(tmp_path: Path) -> None:
     for result in run_distributed(choose_after_a_kill, 2, str(tmp_path)):
         assert result["there"] == ([10, 10], 10)
         assert result["elsewhere"] == ([10, 10], 30)  # what is only read stays as it is
-        assert result["trouble"].endswith(f"1/elsewhere/{TRACKER} cannot be written: Is a directory")
+        assert result["trouble"].endswith(
+            f"1/elsewhere/{TRACKER} cannot be written: Is a directory"
+        )

@@ -24,6 +24,11 @@ def latest_iteration(directory: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def tag_of(iteration: int) -> str:
+    """Return the name of an iteration's folder, Megatron's and the outer state's."""
+    return f"iter_{iteration:07d}"
+
+
 def iteration_of(tag: str) -> int | None:
     """Return the iteration of a tag's name, `iter_<iteration>`; None if it is another name."""
     number = tag.removeprefix("iter_").split(".")[0]
