@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.tags import write_durably
-from dsx.engines.megatron.own_part import TRACKER, latest_iteration
+from dsx.engines.megatron.own_part import latest_iteration
 from dsx.engines.megatron.resume import newest_iteration
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from megatron_patches.run import Run
 
 

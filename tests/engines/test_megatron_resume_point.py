@@ -10,7 +10,8 @@ import pytest
 
 import dsx
 from dsx.config.checkpoints import CheckpointsConfig
-from dsx.engines.megatron.own_part import TRACKER, latest_iteration
+from dsx.engines.megatron.own_part import latest_iteration
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from megatron_patches.resume import choose_iteration
 from tests.checkpoint.test_tags import write
 from tests.distributed import run_distributed

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.tags import sync_to_disk, write_durably
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 
 
 def latest_iteration(directory: Path) -> int | None:
