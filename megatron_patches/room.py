@@ -12,23 +12,25 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from dsx.checkpoint.tags import complete_tags
 from dsx.core.units import format_bytes
 from dsx.engines.cluster_collectives import from_first
-from dsx.engines.megatron.own_part import latest_iteration
+from dsx.engines.megatron.own_part import latest_iteration, tag_of
 
 _PROBE = "dsx_probe.tmp"
 _PROBE_BYTES = 1 << 16
 
 
-def find_obstacle(directory: Path, is_first: bool) -> str:
+def find_obstacle(directory: Path, states: Path, is_first: bool) -> str:
     """Say why Megatron could not write there now; "" if it can. Collective in the cluster.
 
-    It needs as much space as the last checkpoint of Megatron's took.
+    It needs as much space as its last checkpoint took, and the outer state, which is written to
+    `states` before, as much as its own last one.
     """
-    return from_first(_look(directory) if is_first else "")
+    return from_first(_look(directory, states) if is_first else "")
 
 
-def _look(directory: Path) -> str:
+def _look(directory: Path, states: Path) -> str:
     probe = directory / _PROBE
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -36,20 +38,27 @@ def _look(directory: Path) -> str:
             file.write(bytes(_PROBE_BYTES))
             os.fsync(file.fileno())
         probe.unlink()
-        needed, disk = _size_of_last(directory), shutil.disk_usage(directory)
+        part, state = _sizes_of_last(directory, states)
+        disk = shutil.disk_usage(directory)
     except OSError as error:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
         return f"{error.strerror or error} ({error.filename})"
-    if disk.total and disk.free < needed:  # a remote file system may tell nothing
+    if disk.total and disk.free < part + state:  # a remote file system may tell nothing
         return (
-            f"the last one of Megatron's takes {format_bytes(needed)}, and "
-            f"{format_bytes(disk.free)} are free at {directory}"
+            f"the last one of Megatron's takes {format_bytes(part)}, the last outer state "
+            f"{format_bytes(state)}, and {format_bytes(disk.free)} are free at {directory}"
         )
     return ""
 
 
-def _size_of_last(directory: Path) -> int:
-    iteration = latest_iteration(directory)
-    folder = directory / f"iter_{iteration or 0:07d}"
+def _sizes_of_last(directory: Path, states: Path) -> tuple[int, int]:
+    """Return the bytes of Megatron's last part and of the last outer state; 0 of what is not."""
+    done = complete_tags(states)
+    last = max(done, key=lambda tag: (done[tag].get("step", 0), tag), default=None)
+    part = _size(directory / tag_of(latest_iteration(directory) or 0))
+    return part, _size(states / last) if last is not None else 0
+
+
+def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -35,6 +35,7 @@ class Run:
         self.world = world
         self.handle: Handle | None = None
         self.own_checkpoints: str | None = None  # of a cluster that joins and loads none of them
+        self.saved_iteration: int | None = None  # None, too, where the last save was not done
         self.has_loaded_own = False  # whether what Megatron has loaded was saved across clusters
 
     @classmethod

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dsx.engines.megatron.own_part import tag_of
 from megatron_patches import probe
 from megatron_patches.joining import join_if_due
 from megatron_patches.run import Run
@@ -120,12 +121,16 @@ class _Watch:
         atexit.register(handle.close)
 
     def end_early(self) -> None:
-        """Release connections; what is under way is in the checkpoint, if one was saved."""
+        """Release connections; what is under way is in the checkpoint, if one was saved.
+
+        A preempted cluster whose save was not done says that nothing is saved.
+        """
         if self._run.handle is not None:
             preemption = self._run.handle.preemption
             if preemption.is_saving:
-                path = self._saves_to and Path(self._saves_to) / f"iter_{self._iteration:07d}"
-                preemption.end_saved(path or None, time.monotonic() - self._saves_from)
+                is_saved = self._saves_to and self._run.saved_iteration == self._iteration
+                path = Path(self._saves_to) / tag_of(self._iteration) if is_saved else None
+                preemption.end_saved(path, time.monotonic() - self._saves_from)
             if self._all_leave:  # none takes its connections away before all have come here
                 self._run.handle.gather("exit")
             self._run.handle.close()

@@ -292,7 +292,12 @@ class EndingHandle(Handle):
         self._order.append("close")
 
 
-def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int | None) -> Any:
+def ending(
+    monkeypatch: pytest.MonkeyPatch,
+    order: list[Any],
+    exit_interval: int | None,
+    saved: int | None = None,
+) -> Any:
     """A training loop of six iterations, as Megatron's: it exits, or returns."""
     arguments = SimpleNamespace(
         exit_duration_in_mins=None, exit_signal_handler=False, exit_interval=exit_interval,
@@ -323,6 +328,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int
     run: Any = SimpleNamespace(
         handle=training.handle,
         tell=lambda text: None,
+        saved_iteration=saved,
     )
     training_end.patch(run)
     return training
@@ -341,12 +347,13 @@ def test_clusters_that_exit_together_wait_for_each_other(monkeypatch: pytest.Mon
     assert order == [*(f"save {i}" for i in range(1, 5)), "exit", "close"]
 
 
+@pytest.mark.parametrize("saved", [2, 1, None])
 @pytest.mark.parametrize("save", ["checkpoints/0", None])
 def test_a_cluster_that_is_told_to_end_saves_and_leaves_alone(
-    monkeypatch: pytest.MonkeyPatch, save: str | None
+    monkeypatch: pytest.MonkeyPatch, save: str | None, saved: int | None
 ) -> None:
     order: list[Any] = []
-    training = ending(monkeypatch, order, None)
+    training = ending(monkeypatch, order, None, saved)
     arguments = probe.arguments_in_force()
     arguments.save, arguments.exit_signal_handler = save, True
     handle = training.handle
@@ -356,7 +363,8 @@ def test_a_cluster_that_is_told_to_end_saves_and_leaves_alone(
     assert left.value.code == 143 and handle.preemption.is_saving
     assert order == ["save 1", "save 2"]  # no other cluster is waited for
     assert handle.asked[0] == "preempt"
-    assert handle.ended == [save and Path(save) / "iter_0000002"]
+    is_saved = save is not None and saved == 2
+    assert handle.ended == [Path("checkpoints/0/iter_0000002") if is_saved else None]
 
 
 def test_who_joins_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:

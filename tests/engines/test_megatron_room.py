@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsx.engines.megatron.own_part import MegatronPart, latest_iteration
+from dsx.checkpoint.tags import complete_tags
+from dsx.engines.megatron.own_part import MegatronPart, latest_iteration, tag_of
 from megatron_patches import checkpoint, room
+from tests.engines.test_megatron_resume_point import outer
 from tests.installed import needs
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,26 +33,55 @@ def saved(directory: Path, iteration: int, num_bytes: int) -> None:
     (directory / TRACKER).write_text(f"{iteration}\n")
 
 
+def outer_state(directory: Path, iteration: int, num_bytes: int = 10) -> Path:
+    outer(directory, 1, iteration)
+    state = directory / "dsx" / "cluster_1" / tag_of(iteration)
+    (state / "outer").write_bytes(bytes(num_bytes))
+    return state
+
+
 def test_a_disk_with_less_space_than_the_last_one_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert room.find_obstacle(tmp_path / "new", True) == ""
+    states = tmp_path / "dsx" / "cluster_0"
+    assert room.find_obstacle(tmp_path / "new", states, True) == ""
     saved(tmp_path, 10, 5_000_000)
-    assert room.find_obstacle(tmp_path, True) == ""
+    assert room.find_obstacle(tmp_path, states, True) == ""
     assert [path.name for path in tmp_path.glob("*.tmp")] == []
 
     def little(path: Path) -> Any:
-        return SimpleNamespace(free=4_000_000)
+        return SimpleNamespace(free=4_000_000, total=1 << 40)
 
     monkeypatch.setattr(room.shutil, "disk_usage", little)
-    told = room.find_obstacle(tmp_path, True)
-    assert told.startswith("the last one of Megatron's takes 5 MB, and 4 MB are free at ")
-    assert room.find_obstacle(tmp_path, False) == ""  # another rank asks the first
+    told = room.find_obstacle(tmp_path, states, True)
+    assert told.startswith(
+        "the last one of Megatron's takes 5 MB, the last outer state 0 B, and 4 MB are free at "
+    )
+    assert room.find_obstacle(tmp_path, states, False) == ""  # another rank asks the first
 
 
 def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert room.find_obstacle(tmp_path / "file" / "0", True).startswith("Not a directory (")
+    base = tmp_path / "file" / "0"
+    assert room.find_obstacle(base, base / "dsx", True).startswith("Not a directory (")
+
+
+def test_the_outer_state_needs_space_before_megatron_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 5_000_000)
+    states = outer_state(tmp_path, 10, 3_000_000).parent
+
+    def enough_for_one(path: Path) -> Any:
+        return SimpleNamespace(free=7_000_000, total=1 << 40)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", enough_for_one)
+    told = room.find_obstacle(tmp_path, states, True)
+    assert told.startswith(
+        "the last one of Megatron's takes 5 MB, the last outer state 3 MB, and 7 MB are free at "
+    )
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=9e6, total=1))  # pyright: ignore
+    assert room.find_obstacle(tmp_path, states, True) == ""
 
 
 @needs("megatron")
@@ -70,8 +102,78 @@ def test_megatron_is_not_asked_where_it_could_not(
     run: Any = SimpleNamespace(handle=handle, world=SimpleNamespace(rank=0, cluster_id=1))
     checkpoint.patch(run)
     training.save_checkpoint(30, None, SimpleNamespace(dsx=handle))
-    assert asked == []
+    assert asked == [] and run.saved_iteration is None
     assert told[0][0] == "iter_0000030" and told[0][1].startswith("iteration 30 is not saved: Not ")
+
+
+class Saving:
+    """A run whose outer state and Megatron's part are saved as they are asked for."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
+        self.told, self.at_once = list[str](), list[str]()
+        self.training: Any = SimpleNamespace(save_checkpoint=self._megatrons)
+        arguments = SimpleNamespace(save=str(directory), **flags)
+        place = SimpleNamespace(saving=lambda arguments: nullcontext())
+        self._directory, beside = directory, SimpleNamespace(refuse=self.at_once.append)
+        self.handle = SimpleNamespace(beside=beside, saving=nullcontext)
+        self.run: Any = SimpleNamespace(
+            handle=self.handle, world=SimpleNamespace(rank=0, cluster_id=1), tell=self.told.append,
+            division=SimpleNamespace(place=place), saved_iteration=None,
+        )  # fmt: skip
+        monkeypatch.setattr(checkpoint.probe, "training", lambda: self.training)
+        monkeypatch.setattr(checkpoint.probe, "arguments_in_force", lambda: arguments)
+        monkeypatch.setattr(checkpoint, "save_outer_state", self._outer)
+        self.is_full = False
+        checkpoint.patch(self.run)
+
+    def save(self, iteration: int) -> None:
+        self.training.save_checkpoint(iteration, None, SimpleNamespace(dsx=self.handle))
+
+    def _outer(self, handle: Any, iteration: int, directory: Path) -> bool:
+        if not self.is_full:
+            outer_state(directory, iteration)
+        return not self.is_full
+
+    def _megatrons(self, iteration: int, model: Any, optimizer: Any) -> None:
+        saved(self._directory, iteration, 10)
+
+
+@needs("megatron")
+@pytest.mark.parametrize("every", [None, 100])
+def test_what_megatron_deletes_at_once_has_its_outer_state_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+) -> None:
+    saving = Saving(tmp_path, monkeypatch, save_retain_interval=every)
+    saving.save(10)
+    wanted = ["--save-retain-interval, which deletes the iteration before"] if every else []
+    assert saving.at_once == wanted
+
+
+@needs("megatron")
+def test_the_last_save_is_known_to_be_done_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(tmp_path, monkeypatch)
+    saving.save(10)
+    assert saving.run.saved_iteration == 10
+    saving.is_full = True
+    saving.save(20)
+    assert saving.run.saved_iteration is None
+
+
+@needs("megatron")
+def test_an_outer_state_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(tmp_path, monkeypatch)
+    for iteration in (10, 20):
+        outer_state(tmp_path, iteration)
+    states = tmp_path / "dsx" / "cluster_1"
+    (states / "iter_0000010.removed").write_text("in the way")  # of the rename
+    saving.save(30)
+    assert saving.told[0].startswith("an old outer state stays: ") and len(saving.told) == 1
+    assert set(complete_tags(states)) == {"iter_0000030"}  # what stays does not look complete
+    assert not (states / "iter_0000020").exists() and saving.run.saved_iteration == 30
 
 
 def test_a_part_is_complete_once_megatron_has_named_it(tmp_path: Path) -> None:

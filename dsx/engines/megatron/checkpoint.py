@@ -32,7 +32,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.copies import bit_sum
-from dsx.engines.megatron.own_part import MegatronPart
+from dsx.engines.megatron.own_part import MegatronPart, tag_of
 from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
@@ -56,7 +56,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> b
 def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
     world = _world()
     base = cluster_directory(_outer(directory), world.cluster_id)
-    tag = _tag(iteration)
+    tag = tag_of(iteration)
     sums = _sum_masters(handle)
     saving = AgreedSave(handle, base, tag, world.rank == 0, may_be_later=True)
     with saving.part():
@@ -90,7 +90,7 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     base = _outer(directory)
     found = handle.gather(tags_within_reach(base, world.cluster_id))
     try:
-        sources = common_tag(found, base, _tag(iterations[0]))
+        sources = common_tag(found, base, tag_of(iterations[0]))
     except FileNotFoundError as error:
         sources = []
         if len(set(iterations)) == 1:
@@ -98,7 +98,7 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
                 f"{error}; to begin outer training from weights of Megatron alone, leave resume "
                 "out (with Megatron-LM's own loading: --finetune)"
             ) from None
-    if [tag for _, tag in sources] != [_tag(i) for i in iterations] and len(set(iterations)) > 1:
+    if [tag for _, tag in sources] != [tag_of(i) for i in iterations] and len(set(iterations)) > 1:
         loaded = ", ".join(f"cluster {m}: {i}" for m, i in enumerate(iterations))
         raise ValueError(
             f"the clusters have loaded different iterations ({loaded}), and have not saved them "
@@ -134,10 +134,6 @@ def _world() -> World:
 
 def _outer(directory: str | Path) -> Path:
     return Path(directory) / "dsx"
-
-
-def _tag(iteration: int) -> str:
-    return f"iter_{iteration:07d}"  # as Megatron names its own
 
 
 def _open(handle: Handle, path: Path) -> SavedCluster:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.tags import sync_to_disk, write_durably
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 
 
 def latest_iteration(directory: Path) -> int | None:
@@ -22,6 +21,11 @@ def latest_iteration(directory: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def tag_of(iteration: int) -> str:
+    """Return the name of an iteration's folder, Megatron's and the outer state's."""
+    return f"iter_{iteration:07d}"
 
 
 def iteration_of(tag: str) -> int | None:

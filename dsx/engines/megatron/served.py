@@ -38,7 +38,9 @@ SERVED = {
     "use_megatron_fsdp": "ranges of its buffers; data parallelism alone, not with dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
-    "async_save": "the outer state, too, is written beside training",
+    "async_save": (
+        "the outer state, too, is written beside training; not with `--save-retain-interval`"
+    ),
     "rampup_batch_size": "by what each cluster has read itself, at one step in all",
     "step_batch_size_schedule": "as --rampup-batch-size, which it follows in later releases",
 }
