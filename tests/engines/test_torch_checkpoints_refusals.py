@@ -87,9 +87,10 @@ def work(base: str) -> dict[str, Any]:
     train(model, optimizer)
     train(model, optimizer)
     found["save"] = said(lambda: checkpoints.save(f"{base}/rows"))
-    found["left"] = sorted(p.name for p in Path(base, "rows").glob("cluster_*/*"))
     train(model, optimizer)
-    handle.close()
+    handle.close()  # the first one is written beside training
+    dist.barrier()
+    found["left"] = sorted(p.name for p in Path(base, "rows").glob("cluster_*/*"))
     model, optimizer, handle, checkpoints = make(adamw)
     train(model, optimizer)
     assert checkpoints.save(f"{base}/one")
