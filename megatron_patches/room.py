@@ -12,8 +12,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from dsx.checkpoint.tags import complete_tags
 from dsx.core.units import format_bytes
+from dsx.engines.agreed_save import last_tag, size_of
 from dsx.engines.cluster_collectives import from_first
 from dsx.engines.megatron.own_part import latest_iteration, tag_of
 
@@ -54,11 +54,6 @@ def _look(directory: Path, states: Path) -> str:
 
 def _sizes_of_last(directory: Path, states: Path) -> tuple[int, int]:
     """Return the bytes of Megatron's last part and of the last outer state; 0 of what is not."""
-    done = complete_tags(states)
-    last = max(done, key=lambda tag: (done[tag].get("step", 0), tag), default=None)
-    part = _size(directory / tag_of(latest_iteration(directory) or 0))
-    return part, _size(states / last) if last is not None else 0
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    last = last_tag(states)
+    part = size_of(directory / tag_of(latest_iteration(directory) or 0))
+    return part, size_of(states / last) if last is not None else 0

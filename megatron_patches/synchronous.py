@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.tags import cluster_directory, complete_tags
+from dsx.engines.megatron.own_part import tag_of
 from megatron_patches import probe
 from megatron_patches.run import Run
 
@@ -38,7 +39,7 @@ def begins_plain(run: Run, arguments: Any) -> bool:
     if arguments.iteration:
         base = cluster_directory(Path(arguments.load) / "dsx", run.world.cluster_id)
         tags = [tag.split(".")[0] for tag in complete_tags(base)]
-        own = run.has_loaded_own or f"iter_{arguments.iteration:07d}" in tags
+        own = run.has_loaded_own or tag_of(arguments.iteration) in tags
     is_own = run.world.rendezvous.gather("whose checkpoint", own)
     return bool(arguments.iteration) and not any(is_own)
 

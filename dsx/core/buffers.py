@@ -30,22 +30,11 @@ class Buffers:
     With `pages`, on the host and made of those. A dtype is named; fp32 unless said.
     """
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        pages: Pages | None = None,
-        is_on_disk: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", pages: Pages | None = None) -> None:
         self._device = device
         self._pages = pages
-        self._is_on_disk = is_on_disk
         self._given = 0
         self._work: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether what it gives lies in files."""
-        return self._is_on_disk
 
     @property
     def num_bytes(self) -> int:
@@ -180,7 +169,7 @@ class Allocator:
         """Return buffers for what is touched once a round: on disk, or else `on_host`."""
         if self._disk is None:
             return self.on_host(purpose, is_pinned)
-        return self.adopt(purpose, Buffers("cpu", self._disk, is_on_disk=True))
+        return self.adopt(purpose, Buffers("cpu", self._disk))
 
     def adopt(self, purpose: str, buffers: Buffers) -> Buffers:
         """Count buffers that were opened elsewhere, too, and return them."""

@@ -179,13 +179,19 @@ def _measured_room(directory: Path, unfinished: Path) -> str:
     while not os.path.ismount(disk) and disk != disk.parent:
         disk = disk.parent
     free = format_bytes(shutil.disk_usage(place).free)
-    done = complete_tags(directory)
-    last = max(done, key=lambda tag: (done[tag].get("step", 0), tag), default=None)
-    told = f"{format_bytes(_size(unfinished))} had been written"
+    last = last_tag(directory)
+    told = f"{format_bytes(size_of(unfinished))} had been written"
     if last is not None:
-        told = f"{last} takes {format_bytes(_size(directory / last))}, and {told}"
+        told = f"{last} takes {format_bytes(size_of(directory / last))}, and {told}"
     return f"the disk at {disk} has {free} free ({told})"
 
 
-def _size(folder: Path) -> int:
+def last_tag(directory: Path) -> str | None:
+    """Return the newest complete tag of a cluster's directory; None if there is none."""
+    done = complete_tags(directory)
+    return max(done, key=lambda tag: (done[tag].get("step", 0), tag), default=None)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -161,8 +161,7 @@ def attach(
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
-    end = follow_steps(handle, world, before_forward(engine))
-    before_forward(engine)(lambda: end.require_served(settings.checkpoints))
+    follow_steps(handle, world, before_forward(engine), settings.checkpoints)
     heal_before_forward(engine, handle)
     see_tokens(handle.progress, engine, world.world_size)
     return handle

@@ -166,8 +166,8 @@ class PartReader(dcp.FileSystemReader):
     def _read_rows(self, item: ReadItem) -> Tensor | None:
         """Return the elements of a part that is whole but for its first dimension, in a row."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        chunk = _chunk_of(stored, item.storage_index)
-        sizes, offsets, lengths = chunk, list(item.storage_offsets), list(item.lengths)
+        sizes = _chunk_of(stored, item.storage_index)
+        offsets, lengths = list(item.storage_offsets), list(item.lengths)
         if not sizes or list(sizes[1:]) != lengths[1:] or sizes[0] == lengths[0]:
             return None
         dtype = cast(TensorStorageMetadata, stored).properties.dtype
@@ -176,7 +176,7 @@ class PartReader(dcp.FileSystemReader):
             return None
         width = math.prod(lengths[1:]) * dtype.itemsize
         with (Path(self.path) / info.relative_path).open("rb") as file:
-            start = _start_of_elements(self._slice_file(file, info), math.prod(sizes), dtype)
+            start = _start_of_elements(self._slice_file(file, info))
             if start is None:
                 return None
             file.seek(info.offset + start + offsets[0] * width)
@@ -222,8 +222,8 @@ def _chunk_of(stored: Any, index: Any) -> list[int]:
     return list(found[0].sizes) if found else []
 
 
-def _start_of_elements(archive: Any, numel: int, dtype: torch.dtype) -> int | None:
-    """Return where a tensor's elements begin in torch's archive of it; None if it has others."""
+def _start_of_elements(archive: Any) -> int | None:
+    """Return where a tensor's elements begin in torch's archive of it; None if that is not told."""
     of_torch: Any = torch
     reader = of_torch._C.PyTorchFileReader(archive)
     records = [name for name in reader.get_all_records() if name.startswith("data/")]

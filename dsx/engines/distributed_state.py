@@ -41,25 +41,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
     return {"model": get_model_state_dict(model), "optimizer": {_STATE: state, _GROUPS: groups}}
 
 
-def place_for(
-    model: nn.Module, optimizers: Sequence[Optimizer], metadata: Metadata
-) -> dict[str, Any]:
+def place_for(model: nn.Module, metadata: Metadata) -> dict[str, Any]:
     """Return the places that a checkpoint is loaded into: the model's own tensors, and new ones.
 
     Of a parameter that is sharded now, what has its shape is sharded as it is.
     """
-    named = bare_parameters(model)
-    found: dict[str, Any] = {"model": get_model_state_dict(model)}
-    for key, path in (metadata.planner_data or {}).items():
-        if path[0] != "optimizer":
-            continue
-        entry = metadata.state_dict_metadata[key]
-        value: Any = None
-        if isinstance(entry, TensorStorageMetadata):
-            owner = named.get(str(path[2])) if path[1] == _STATE else None
-            value = _empty(entry, owner)
-        _put(found, list(path), value)
-    return found
+    own = {"model": get_model_state_dict(model)}
+    return own | _places(metadata, bare_parameters(model), ("optimizer",))
 
 
 def require_served(model: nn.Module, optimizer: Optimizer) -> None:
@@ -71,12 +59,21 @@ def require_served(model: nn.Module, optimizer: Optimizer) -> None:
 
 def place_for_groups(metadata: Metadata) -> dict[str, Any]:
     """Return the places of the parameter groups alone, which are looked at before all else."""
+    return _places(metadata, {}, ("optimizer", _GROUPS))
+
+
+def _places(metadata: Metadata, named: Named, below: tuple[str, ...]) -> dict[str, Any]:
+    """Return the places of what lies below a path."""
     found: dict[str, Any] = {}
     for key, path in (metadata.planner_data or {}).items():
-        if tuple(path[:2]) == ("optimizer", _GROUPS):
-            entry = metadata.state_dict_metadata[key]
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            _put(found, list(path), _empty(entry, None) if is_tensor else None)
+        if tuple(path[: len(below)]) != below:
+            continue
+        entry = metadata.state_dict_metadata[key]
+        value: Any = None
+        if isinstance(entry, TensorStorageMetadata):
+            owner = named.get(str(path[2])) if path[1] == _STATE else None
+            value = _empty(entry, owner)
+        _put(found, list(path), value)
     return found
 
 
@@ -85,15 +82,15 @@ def require_same_groups(
 ) -> None:
     """Raise ValueError where a checkpoint's parameter groups are of other parameters."""
     named, groups = bare_parameters(model), _groups_in(state)
-    if len(groups) != sum(len(optimizer.param_groups) for optimizer in optimizers):
+    kinds = [(type(o).__name__, group) for o in optimizers for group in o.param_groups]
+    if len(groups) != len(kinds):
         raise ValueError(
             f"the checkpoint holds {len(groups)} parameter group(s), and this run's optimizers "
-            f"{sum(len(optimizer.param_groups) for optimizer in optimizers)}: make them as they "
-            "were made"
+            f"{len(kinds)}: make them as they were made"
         )
-    kinds = [(type(o).__name__, group) for o in optimizers for group in o.param_groups]
+    by_id = _by_id(named)
     for group, (kind, now) in zip(groups, kinds, strict=True):
-        here = [names_of(p, named) for p in now["params"]]
+        here = [by_id[id(p)] for p in now["params"]]
         if here != group["params"]:
             raise ValueError(
                 f"a parameter group of {kind} holds "
@@ -123,14 +120,13 @@ def _groups_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(state.get("optimizer", {}).get(_GROUPS, []))
 
 
-def names_of(parameter: nn.Parameter, named: Named) -> str:
-    """Return the name of a parameter in the model."""
-    return next(name for name, other in named.items() if other is parameter)
+def _by_id(named: Named) -> dict[int, str]:
+    return {id(p): name for name, p in named.items()}
 
 
 def _names(optimizer: Optimizer, named: Named) -> dict[int, str]:
     """Return the names of what an optimizer holds, by the numbers of its `state_dict`."""
-    by_id = {id(p): name for name, p in named.items()}
+    by_id = _by_id(named)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {index: by_id[id(p)] for index, p in enumerate(held)}
 

@@ -69,16 +69,22 @@ class EndOfScript:
 
 
 def follow_steps(
-    handle: Handle, world: World, before_step: Callable[[Callable[[], None]], object]
-) -> EndOfScript:
+    handle: Handle,
+    world: World,
+    before_step: Callable[[Callable[[], None]], object],
+    checkpoints: CheckpointsConfig | None = None,
+) -> None:
     """Let the run end where it is told to, and go on where a boundary was left.
 
-    `before_step(f)` has to call f before each step, on all ranks alike. Returns what saves then.
+    `before_step(f)` has to call f before each step, on all ranks alike. What of `checkpoints` a
+    script that saves by itself has not is refused there.
     """
     preemption = handle.preemption
     preemption.engine = end = EndOfScript(handle, world)
 
     def begin_step() -> None:
+        if checkpoints is not None:
+            end.require_served(checkpoints)
         preemption.begin_step()
         if preemption.engine is end:  # unless somebody knows better
             preemption.end_if_due()
@@ -86,7 +92,6 @@ def follow_steps(
         settle_before_backward(handle)
 
     before_step(begin_step)
-    return end
 
 
 def settle_before_backward(handle: Handle) -> None:

@@ -161,7 +161,7 @@ class TorchCheckpoints:
         groups = place_for_groups(metadata)
         load(groups, path, group)
         require_same_groups(adapter.model, adapter.inner_optimizers, groups)
-        place = place_for(adapter.model, adapter.inner_optimizers, metadata)
+        place = place_for(adapter.model, metadata)
         load(place, path, group)
         take(adapter.model, adapter.inner_optimizers, place)
 

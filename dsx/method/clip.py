@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from dsx.core.checks import require_choice
 from dsx.core.types import PerTensor
@@ -13,30 +13,18 @@ if TYPE_CHECKING:
 ClipUnit = Literal["absolute", "rms"]
 
 
-class Measures(Protocol):
-    """What a multiple of tensors' RMS takes: their norms, and work space `[numel]`."""
+def clip_to(
+    direction: Tensor, clip: float, unit: str, per_tensor: PerTensor, scratch: Tensor
+) -> Tensor:
+    """Clamp `direction` `[numel]` in place to +-clip, a constant or a multiple of tensors' RMS.
 
-    @property
-    def per_tensor(self) -> PerTensor:
-        """The norms of single tensors."""
-        ...
-
-    @property
-    def scratch(self) -> Tensor:
-        """Free work space."""
-        ...
-
-
-def clip_to(direction: Tensor, clip: float | None, unit: str, measures: Measures) -> Tensor:
-    """Clamp `direction` `[numel]` in place to +-clip, a constant or a multiple of tensors' RMS."""
+    `scratch` is work space as long as that.
+    """
     import torch
 
-    if clip is None:
-        return direction
     if unit == "absolute":
         return direction.clamp_(-clip, clip)
-    bounds = measures.per_tensor.rms(direction).mul_(clip)
-    bound = measures.per_tensor.spread(bounds, measures.scratch)
+    bound = per_tensor.spread(per_tensor.rms(direction).mul_(clip), scratch)
     torch.minimum(direction, bound, out=direction)
     return torch.maximum(direction, bound.neg_(), out=direction)
 

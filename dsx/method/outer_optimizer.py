@@ -230,11 +230,13 @@ class Momentum(OuterOptimizer):
                 )
             grad = torch.div(grad, context.inner_lr, out=out)
             lr *= context.inner_lr
-        buffer = slots["momentum"]
+        buffer, scratch = slots["momentum"], context.scratch
         if self.clip is None:
-            return momentum_(grad, buffer, out, context.scratch, lr, self.momentum, False)
+            return momentum_(grad, buffer, out, scratch, lr, self.momentum, False)
         buffer.mul_(self.momentum).add_(grad)
-        return clip_to(out.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
+        out.copy_(buffer)
+        tensors = context.per_tensor
+        return clip_to(out, self.clip, self.clip_unit, tensors, scratch).mul_(lr)
 
 
 @register("outer_optimizer", "nesterov")
@@ -291,7 +293,8 @@ class Nesterov(OuterOptimizer):
             return momentum_(grad, buffer, out, scratch, self.lr, self.momentum, True)
         buffer.mul_(self.momentum).add_(grad)
         torch.add(grad, torch.mul(buffer, self.momentum, out=scratch), out=out)
-        return clip_to(out, self.clip, self.clip_unit, context).mul_(self.lr)
+        tensors = context.per_tensor
+        return clip_to(out, self.clip, self.clip_unit, tensors, scratch).mul_(self.lr)
 
 
 @register("outer_optimizer", "adam")

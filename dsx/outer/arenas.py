@@ -38,7 +38,7 @@ class TransferBuffers:
     parity: ParityResult = field(default_factory=ParityResult)
     is_free: bool = True
     round: int = 0
-    mean_norm: Tensor | None = None  # 0-dim, once an attempt has ended
+    mean_norm: Tensor | None = None  # 0-dim; once an attempt has ended, on a host
     held_sent: Tensor | None = None
     held_wire: Tensor | None = None
 

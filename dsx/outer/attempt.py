@@ -202,13 +202,12 @@ class Attempts:
         self.require_coded(attempt)
         attempt.is_finite()  # what was copied out of its buffers before has been: they are written
         channel = self._state.channels[fragment]
-        if (followed := self.follow(attempt, channel)) is not None:
-            attempt.buffers.mean_norm = torch.linalg.vector_norm(followed)
-            return followed
-        measure = self._measurements.owner_measure(
-            fragment, sync_params, channel.codec, channel.seat
-        )
-        mean = yield from attempt.exchange(channel, measure)
-        attempt.buffers.mean_norm = torch.linalg.vector_norm(mean)
-        self.on_result(attempt, channel, mean)
+        if (mean := self.follow(attempt, channel)) is None:
+            measure = self._measurements.owner_measure(
+                fragment, sync_params, channel.codec, channel.seat
+            )
+            mean = yield from attempt.exchange(channel, measure)
+            self.on_result(attempt, channel, mean)
+        if self._state.device.type == "cpu":  # else it is taken where the mean is copied to
+            attempt.buffers.mean_norm = torch.linalg.vector_norm(mean)
         return mean

@@ -18,13 +18,14 @@ from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
 from dsx.method.in_one_pass import difference_
 from dsx.method.method import Method
+from dsx.outer.arenas import TransferBuffers
 from dsx.outer.attempt import Attempt, Attempts
 from dsx.outer.host_copy import HostCopies
 from dsx.outer.measurements import Measurements
 from dsx.outer.parts import parts_of
 from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Transfer, TransferBuffers
+from dsx.outer.transfer import Transfer
 from dsx.outer.whole_matrices import MatrixGather
 
 

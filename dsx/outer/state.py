@@ -66,6 +66,7 @@ class StateStore:
         fragments = adapter.fragments
         self.device = adapter.device
         pin = PinnedMemory() if adapter.pins_host_memory else None
+        self.is_on_disk = folder is not None
         disk = None if folder is None else MappedMemory(folder)
         self.allocator = Allocator(adapter.device, pin, disk)
         self._numel = [f.numel for f in fragments]
@@ -128,7 +129,7 @@ class StateStore:
     ) -> Arenas:
         numel, shape = self._wire_numel[fragment], self._shapes[fragment]
         vectors = [travelling.zeros(numel) for _ in range(count)]
-        more = 0 if self._at_launch else count if attempts.is_on_disk else 1
+        more = 0 if self._at_launch else count if self.is_on_disk else 1
         others = [attempts.zeros(numel) for _ in range(more)]
         sidebands: list[tuple[Sideband, Sideband, Tensor | None]] = []
         for _ in range(count):
@@ -137,14 +138,9 @@ class StateStore:
             )
             of_policy = None if kept is None else kept.zeros(self._numel[fragment])
             sidebands.append((sideband, posted, of_policy))
-        if attempts.is_on_disk and not self._at_launch:
+        if self.is_on_disk and not self._at_launch:
             return Arenas(sidebands, others, vectors)
         return Arenas(sidebands, [*vectors, *others], is_shared=bool(self._at_launch))
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether it is in files."""
-        return self._attempts.is_on_disk
 
     def reopen(self, seat: Seat, fragment: int | None = None) -> None:
         """Go on under another membership, with one fragment, or all; no exchange of it is under

@@ -121,7 +121,8 @@ def _uniform(count: int, stages: int) -> list[int]:
 def _balanced(weighed: Sequence[int], stages: int) -> list[int]:
     """Return the cuts with the least spread of what stages weigh, by stages and layers so far."""
     sums = [0, *accumulate(weighed)]
-    best = {0: (0, 0.0, math.inf, 0)}  # layers so far: spread, heaviest, lightest, the cut before
+    # layers so far: spread, heaviest, lightest, the cut before
+    best: dict[int, tuple[float, float, float, int]] = {0: (0.0, 0.0, math.inf, 0)}
     rows: list[dict[int, tuple[float, float, float, int]]] = []
     for stage in range(1, stages + 1):
         row: dict[int, tuple[float, float, float, int]] = {}
@@ -134,7 +135,7 @@ def _balanced(weighed: Sequence[int], stages: int) -> list[int]:
                 if end not in row or most - least <= row[end][0]:
                     row[end] = (most - least, most, least, start)
         rows.append(row)
-        best = row  # pyright: ignore[reportAssignmentType]
+        best = row
     cuts = [len(weighed)]
     for row in reversed(rows):
         cuts.append(row[cuts[-1]][3])

@@ -31,7 +31,6 @@ from dsx.plan.model_files import read_model
 USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
-_OF_RUN = "as the run's"
 
 
 @dataclass(frozen=True)
@@ -220,8 +219,7 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     costs = Costs() if given.codec is None else read_codec_figures(read_any_json(given.codec))
     if given.codec is None:
         facts.append("codecs: one core per rank at the documented speeds; --codec measures")
-    blocking, told = _blocking(given, run)
-    is_of_run = told == _OF_RUN
+    blocking, is_of_run, told = _blocking(given, run)
     costs = replace(costs, blocking_seconds_per_element=blocking, is_of_run=is_of_run)
     took = f"{1e9 * blocking:.3g} ns per element of a rank at launch and apply"
     facts.append(f"training thread: {took}, {told}")
@@ -230,13 +228,14 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     return _with_coding(costs, run, given.codec, facts)
 
 
-def _blocking(given: Given, run: RunFigures | None) -> tuple[float, str]:
-    """Return the training thread's seconds per element, and from where they are."""
+def _blocking(given: Given, run: RunFigures | None) -> tuple[float, bool, str]:
+    """Return the training thread's seconds per element, whether a run's, and from where."""
     if given.launch is not None:
-        return read_launch_figures(read_any_json(given.launch)), f"measured ({given.launch})"
+        seconds = read_launch_figures(read_any_json(given.launch))
+        return seconds, False, f"measured ({given.launch})"
     if run is not None and run.blocking_seconds_per_element is not None:
-        return run.blocking_seconds_per_element, _OF_RUN
-    return launch_cost().seconds_per_element, "on one thread; --launch measures"
+        return run.blocking_seconds_per_element, True, "as the run's"
+    return launch_cost().seconds_per_element, False, "on one thread; --launch measures"
 
 
 def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[str]) -> Costs:

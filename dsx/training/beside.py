@@ -1,10 +1,11 @@
-"""Saves that are written beside training: the outer state, its checksums, the tag's name.
+"""Saves written beside training: parts of a checkpoint, their checksums, the tag's name.
 
-What the engine writes is there already, and the outer state is held as it was (snapshot.py). A
-thread writes it; the ranks then agree, over a group of their own, that all have, the first one
-gives the tag its name, and they agree on that. A tag so is whole or not there, and no rank waits
-for another but within a deadline. One save is under way at a time: the next one, a load and the end
-of the run wait for it first. Training learns what became of it at the next boundary.
+Parts are the outer state, held as it was (snapshot.py), and what else a save has handed over; what
+an engine writes by itself is its own business. A thread writes them; the ranks then agree, over a
+group of their own, that all have, the first one gives the tag its name, and they agree on that. A
+tag so is whole or not there, and no rank waits for another but within a deadline. One save is under
+way at a time: the next one, a load and the end of the run wait for it first. Training learns what
+became of it at the next boundary.
 
 Who deletes older checkpoints, or links to the new one, as soon as a save returns, has it written at
 once (`refuse`), and so has a script of several engines, whose saves are parts of one.

@@ -12,7 +12,7 @@ import pytest
 from dsx.telemetry.report import summarize
 from tests.distributed import the_default_port
 from tests.docs.pages import ROOT, blocks
-from tests.docs.test_examples import Reader, assert_printed
+from tests.docs.test_examples import Reader, require_printed
 from tests.installed import needs
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "docs" / "examples").glob("*/README.md"))
@@ -59,4 +59,4 @@ def test_its_command_runs_as_printed(name: str, tmp_path: Path) -> None:
     if others and others[0].language == "text":  # the losses of both clusters, in any order
         lines = sorted(line for line in output.splitlines() if line.startswith("step "))
         shown = replace(others[0], text="\n".join(sorted(others[0].text.splitlines())))
-        assert_printed(shown, "\n".join(lines))
+        require_printed(shown, "\n".join(lines))

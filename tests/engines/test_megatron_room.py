@@ -11,11 +11,10 @@ import pytest
 
 from dsx.checkpoint.tags import complete_tags
 from dsx.engines.megatron.own_part import MegatronPart, latest_iteration, tag_of
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from megatron_patches import checkpoint, room
 from tests.engines.test_megatron_resume_point import outer
 from tests.installed import needs
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(autouse=True)

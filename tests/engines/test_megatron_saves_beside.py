@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dsx.checkpoint import snapshot
 from dsx.checkpoint.remote import Remote
 from dsx.checkpoint.tags import complete_tags
+from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from tests.distributed import run_distributed
 from tests.engines.megatrons import (
     Engine,
@@ -31,7 +32,6 @@ from tests.installed import needs
 pytestmark = [needs_megatron, needs("fsspec"), pytest.mark.ci]
 KIND = Kind(pipeline=2, is_tied=True)
 LAST = 13
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def settings(base: Path) -> dict[str, Any]:

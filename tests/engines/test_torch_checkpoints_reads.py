@@ -55,7 +55,7 @@ def work(base: str, saves: bool) -> dict[str, Any]:
         handle.close()
         return {"whole": found}
     path = Path(base) / f"cluster_{world.cluster_id}" / "a" / "torch"
-    place = place_for(model, [optimizer], read_metadata(path))
+    place = place_for(model, read_metadata(path))
     before = bytes_read()
     load(place, path, checkpoints._tools()[0])
     read = bytes_read() - before

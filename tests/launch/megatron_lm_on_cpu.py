@@ -61,9 +61,9 @@ def install() -> None:
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
     # which pretrain_bert.py imports, whatever layers it is told to build
     bert.bert_layer_with_transformer_engine_spec = None
-    fsdp2 = megatron.core.distributed.TorchFullyShardedDataParallel
-    # core 0.16 to 0.19 crash without it: NVIDIA/Megatron-LM#4669, mended by #4953
-    fsdp2.finish_grad_sync = lambda self, force_all_reduce=False: None
+    from tests.engines.megatron_fully_sharded import take_gradients_as_later_releases_do
+
+    take_gradients_as_later_releases_do(megatron.core.distributed.TorchFullyShardedDataParallel)
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None
@@ -206,7 +206,7 @@ def _main(arguments: list[str] | None = None) -> None:
     main(arguments)
 
 
-if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
+if __name__ == "__main__":  # writers import this file by its name
     if sys.argv[1:2] == ["--serve"]:
         serve(Path(sys.argv[2]))
     else:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from queue import Empty, Queue
@@ -66,8 +66,9 @@ class ForkedRanks:
 
         0 where all its ranks have ended well. TimeoutError where one has not ended in time.
         """
-        running = {next(self._numbers): m for m in range(len(clusters)) for _ in range(ranks)}
-        for (arguments, log), own in zip(clusters, _groups(running, ranks), strict=True):
+        numbers = [[next(self._numbers) for _ in range(ranks)] for _ in clusters]
+        running = {number: m for m, own in enumerate(numbers) for number in own}
+        for (arguments, log), own in zip(clusters, numbers, strict=True):
             port = str(free_port())
             for rank, number in enumerate(own):
                 self._ask(number, rank, ranks, port, arguments, log)
@@ -124,9 +125,3 @@ class ForkedRanks:
         for line in self._server.stdout:
             if line.startswith(RANK):
                 self._told.put(line[len(RANK) :])
-
-
-def _groups(numbers: Iterable[int], size: int) -> list[list[int]]:
-    """Return the numbers in groups of one size."""
-    held = [*numbers]
-    return [held[first : first + size] for first in range(0, len(held), size)]

@@ -69,7 +69,7 @@ def tree(
     wheel = Path(found.submodule_search_locations[0]) / "datasets"
     for compiled in wheel.glob("helpers_cpp*.so"):
         shutil.copy(compiled, copy / "megatron/core/datasets")
-    # spawned checkpoint writers import the script before anything of ours
+    # spawned checkpoint writers import Megatron without install()
     (copy / "sitecustomize.py").write_text(
         "import typing\nif not hasattr(typing, 'override'): typing.override = lambda f: f\n"
     )

@@ -2,8 +2,8 @@
 
 `save_outer_state` writes `<directory>/dsx/cluster_<m>/iter_<iteration>/`, under whatever directory
 Megatron saves to: a file per rank, transfers in flight included, complete or not there at all
-(tags.py). Called before Megatron's own save it is complete whenever Megatron's
-`latest_checkpointed_iteration.txt` names the iteration.
+(tags.py). Called before Megatron's own save, and not writing beside training, it is complete
+whenever Megatron's `latest_checkpointed_iteration.txt` names the iteration.
 
 `load_outer_state` refuses with an error, in all clusters, what is missing, of another iteration or
 run, and weights that are not those which were saved with it: `masters.json` holds the sum of the

@@ -23,6 +23,7 @@ from dsx.engines.megatron.refusals import (
     OTHER_OPTIMIZER,
     UNDER_FSDP,
     UNDER_MEGATRON_FSDP,
+    above_one,
     refuse,
     refused_experts,
     refused_of_data_parallel,
@@ -85,8 +86,7 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
 
 
 def _above_one(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:
-    given = {name: getattr(config, name, None) or 1 for name in reasons}
-    return {f"{n}={value}": reasons[n] for n, value in given.items() if value > 1}
+    return {f"{n}={value}": why for n, (value, why) in above_one(config, reasons).items()}
 
 
 def _refused_ddp(config: Any) -> dict[str, str]:

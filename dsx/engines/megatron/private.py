@@ -28,20 +28,15 @@ NAMES = (
         "megatron.core.num_microbatches_calculator", "get_num_microbatches", "batches are counted"
     ),
 )
-_BUFFER = (
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:DataParallelBuffer"
-)
-_GATHERS = (
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:AllGatherPipeline"
-)
-_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP"
+_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_BUFFERS = f"{_FSDP}.param_and_grad_buffer"
+_RANGES = "a rank's ranges under Megatron-FSDP are known"
 _BEFORE = "what was gathered before an outer step is not used"
-OF_FSDP = tuple(
-    InnerName(_BUFFER, name, "a rank's ranges under Megatron-FSDP are known", "0.14.0")
-    for name in ("_get_item_slice_in_shard", "_get_item_local_shard_index")
-) + (
-    InnerName(_GATHERS, "wait_bucket_ready", _BEFORE, "0.14.0"),
-    InnerName(_FSDP, "synchronize_param_gather", _BEFORE, "0.14.0"),
+OF_FSDP = (
+    InnerName(f"{_BUFFERS}:DataParallelBuffer", "_get_item_slice_in_shard", _RANGES, "0.14.0"),
+    InnerName(f"{_BUFFERS}:DataParallelBuffer", "_get_item_local_shard_index", _RANGES, "0.14.0"),
+    InnerName(f"{_BUFFERS}:AllGatherPipeline", "wait_bucket_ready", _BEFORE, "0.14.0"),
+    InnerName(f"{_FSDP}.megatron_fsdp:MegatronFSDP", "synchronize_param_gather", _BEFORE, "0.14.0"),
 )
 RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-core>=0.13,<0.20")
 
@@ -49,10 +44,9 @@ RELEASES = KnownReleases("megatron-core", "0.8.0", "0.19.0", "install megatron-c
 @cache
 def require_names() -> None:
     """Raise RuntimeError where the megatron-core that is imported lacks a name of the table."""
-    import megatron.core
     import numpy
 
-    version = str(getattr(megatron.core, "__version__", "of unknown version"))
+    version = _version()
     RELEASES.require(NAMES, version)
     if numbers_of(version) < [0, 16] and not hasattr(numpy, "product"):
         raise RuntimeError(
@@ -64,6 +58,10 @@ def require_names() -> None:
 @cache
 def require_names_of_fsdp() -> None:
     """As `require_names`, of what a model under Megatron-FSDP takes."""
+    RELEASES.require(OF_FSDP, _version())
+
+
+def _version() -> str:
     import megatron.core
 
-    RELEASES.require(OF_FSDP, str(getattr(megatron.core, "__version__", "of unknown version")))
+    return str(getattr(megatron.core, "__version__", "of unknown version"))

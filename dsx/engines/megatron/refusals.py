@@ -82,11 +82,8 @@ def refuse_arguments(arguments: Any) -> None:
     found |= refused_of_data_parallel(arguments)
     named = {flag_of(name): why for name, why in found.items()}
     named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_strategy(arguments).items()}
-    for name, why in ABOVE_ONE.items():
-        value = getattr(arguments, name, None) or 1
-        if value > 1:
-            named[f"{flag_of(name)} {value}"] = why
-    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in refused_under_fsdp(arguments).items()}
+    above = above_one(arguments, ABOVE_ONE) | refused_under_fsdp(arguments)
+    named |= {f"{flag_of(n)} {v}": why for n, (v, why) in above.items()}
     named |= refused_checkpoints(arguments)
     both = ("use_megatron_fsdp", "use_precision_aware_optimizer")
     if all(getattr(arguments, name, False) for name in both):
@@ -123,15 +120,19 @@ def refused_strategy(settings: Any) -> dict[str, tuple[str, str]]:
     return {name: (value, advice)}
 
 
+def above_one(settings: Any, reasons: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+    """Return what is set above 1 of what has a reason against it: its value and that."""
+    given = {name: getattr(settings, name, None) or 1 for name in reasons}
+    return {name: (value, reasons[name]) for name, value in given.items() if value > 1}
+
+
 def refused_under_fsdp(arguments: Any) -> dict[str, tuple[int, str]]:
     """Return what is above 1 where data parallelism is fully sharded: its value and what to do."""
     kinds = {"use_torch_fsdp2": UNDER_FSDP, "use_megatron_fsdp": UNDER_MEGATRON_FSDP}
     reasons = next((kinds[kind] for kind in kinds if getattr(arguments, kind, False)), {})
-    given = {name: getattr(arguments, name, None) or 1 for name in reasons}
     return {
-        name: (value, f"with fully sharded data parallelism use 1: {reasons[name]}")
-        for name, value in given.items()
-        if value > 1
+        name: (value, f"with fully sharded data parallelism use 1: {why}")
+        for name, (value, why) in above_one(arguments, reasons).items()
     }
 
 
