@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from dsx.outer.memory import slots_bytes
 from dsx.outer.return_refusal import why_not
-from dsx.plan.candidates import Candidate, Question
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question
 from dsx.plan.link import wire_bytes
 from dsx.plan.predict import Prediction
 

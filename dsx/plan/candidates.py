@@ -8,7 +8,7 @@ the steps from one launch to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from dsx.method.fragments import ByLayer
 from dsx.method.method import Method
 from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.schedule.periodic import Streaming
-from dsx.outer.memory import OuterMemory, StatePlace, predict
+from dsx.outer.memory import OuterMemory, predict
+from dsx.plan.candidate import Candidate, bytes_on_device
 from dsx.plan.launches import require_planned
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import PlannedModel
@@ -33,13 +34,14 @@ from dsx.plan.predict import (
     predict_traffic,
 )
 from dsx.plan.published.scenario import require_number
-from dsx.plan.traffic import Load, Traffic, initial_rank
+from dsx.plan.traffic import Load, Traffic
 from dsx.plan.variants import (
     LEAST_RANK,
     MOST_LAYERWISE,
     Codec,
     codecs_for,
     fragment_counts,
+    launched_less,
     with_backwards,
     with_codec,
     with_fragments,
@@ -79,56 +81,6 @@ class Question:
     def intervals(self, most: int) -> list[int]:
         """Return H's that are tried, up to `most`."""
         return [*(interval for interval in INTERVALS if interval < most), most]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way of running; `num_fragments` are of each pipeline stage.
-
-    `contributions` are the bytes that one boundary's launches take, where outer state is.
-    """
-
-    preset: str
-    codec: Codec
-    num_fragments: int
-    method: Method
-    prediction: Prediction
-    memory: OuterMemory
-    contributions: int
-    is_state_on_host: bool
-    is_fitting: bool
-
-    @property
-    def interval(self) -> int:
-        """H."""
-        return self.method.schedule.interval
-
-    @property
-    def overlap_steps(self) -> int:
-        """Return tau, a number also where the run goes by what it measures."""
-        steps = self.method.delay.steps
-        assert steps != "auto"
-        return steps
-
-    @property
-    def rank(self) -> int | None:
-        """Return the rank of factors, None without any."""
-        return initial_rank(self.method)
-
-    @property
-    def bytes_per_day(self) -> float:
-        """What one cluster sends in a day."""
-        return self.prediction.bytes_per_round * 86400 / self.prediction.round_seconds
-
-    @property
-    def on_device(self) -> int:
-        """Bytes of outer training on the accelerator."""
-        return _on_device(self.memory, self.contributions, self.is_state_on_host)
-
-    @property
-    def on_host(self) -> int:
-        """Bytes of outer training in host memory."""
-        return self.memory.on_host(_place(self.is_state_on_host))
 
 
 class Search:
@@ -265,36 +217,53 @@ class Search:
         allowed = [h for h in question.intervals(_most_interval(method, question)) if h >= needs]
         if method.schedule.interval == 1:  # a method of every step, as data parallel is
             allowed = [1]
-        low, high = -1, len(allowed) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = self._at(method, count, allowed[middle])
-            reached = self.predict(tried).utilization >= question.target
-            low, high = (low, middle) if reached else (middle, high)
-        best = self._at(method, count, allowed[high])
+        best, prediction = self._enough(method, count, allowed)
         memory, contributions = self._memory(best, is_on_accelerator=True)
         is_on_host, is_fitting = self._placement(memory, contributions)
         if is_on_host:
             memory, contributions = self._memory(best, is_on_accelerator=False)
-        prediction = self.predict(best)
         return Candidate(
             preset, codec, count, _in_bounds(best), prediction, memory, contributions,
             is_on_host, is_fitting,
         )  # fmt: skip
+
+    def _enough(
+        self, method: Method, count: int, allowed: Sequence[int]
+    ) -> tuple[Method, Prediction]:
+        """Return a method that reaches the target at some H and rate of launches, or the last."""
+        stages, steps = self._traffic_of(method).num_stages, self._transfer_steps(method)
+        best = method
+        for often in launched_less(method, steps, stages):
+            best = self._least(often, count, allowed)
+            if self.predict(best).utilization >= self.question.target:
+                break
+        return best, self.predict(best)
+
+    def _least(self, method: Method, count: int, allowed: Sequence[int]) -> Method:
+        """Return a method at the least H at which the target is reached, or the largest."""
+        low, high = -1, len(allowed) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._at(method, count, allowed[middle])
+            reached = self.predict(tried).utilization >= self.question.target
+            low, high = (low, middle) if reached else (middle, high)
+        return self._at(method, count, allowed[high])
 
     def _at(self, method: Method, count: int, interval: int) -> Method:
         """Return a method at an H, and at the tau that goes with it."""
         method = at_interval(method, interval)
         if not method.delay.steps:
             return method
-        question, traffic = self.question, self._traffic_of(method)
-        alone = max(
-            traffic.cost(i, question.link, question.costs).alone for i in range(len(traffic.loads))
-        )
-        steps = math.ceil(alone / question.step_seconds)
+        steps = math.ceil(max(self._transfer_steps(method)))
         until_next = min(interval // count, interval - 1)
         longest = max(1, interval // 2 if method.delay.uses_seconds else until_next)
         return with_steps(method, min(max(1, steps), longest))
+
+    def _transfer_steps(self, method: Method) -> list[float]:
+        """Return how many steps each fragment's transfer takes on an idle link."""
+        question, traffic = self.question, self._traffic_of(method)
+        costs = [traffic.cost(i, question.link, question.costs) for i in range(len(traffic.loads))]
+        return [cost.alone / question.step_seconds for cost in costs]
 
     def _memory(self, method: Method, is_on_accelerator: bool) -> tuple[OuterMemory, int]:
         """Return the bytes of the rank that holds most, and those of one boundary's launches."""
@@ -315,7 +284,7 @@ class Search:
             return False, True
         inner = self.question.model.inner_bytes or 0
         fits = [
-            inner + _on_device(memory, contributions, is_on_host) <= limit
+            inner + bytes_on_device(memory, contributions, is_on_host) <= limit
             for is_on_host in (False, True)
         ]
         return (False, True) if fits[0] else (True, fits[1])
@@ -325,14 +294,6 @@ def _most_interval(method: Method, question: Question) -> int:
     """Return the largest H that is tried; a table of each step's layers is made for some."""
     is_table = isinstance(method.schedule, Layerwise)
     return min(question.max_interval, MOST_LAYERWISE_INTERVAL if is_table else MOST_STEPS)
-
-
-def _on_device(memory: OuterMemory, contributions: int, is_on_host: bool) -> int:
-    return 0 if is_on_host else memory.on_device("masters") + contributions
-
-
-def _place(is_on_host: bool) -> StatePlace:
-    return "host" if is_on_host else "masters"
 
 
 def _seen_by_link(method: Method) -> tuple[object, ...]:

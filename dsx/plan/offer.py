@@ -8,7 +8,8 @@ from typing import Any
 
 from dsx.method.choices import PRESETS
 from dsx.method.fragments import ByLayer
-from dsx.plan.candidates import Candidate, Question
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question
 
 OWN_DEADLINE = 600.0  # seconds; clusters.deadline_seconds, unless the block says otherwise
 _PATIENCE = 3  # one may share the link with all of a round, and the first rounds may be larger
@@ -30,6 +31,9 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
         pattern = method.fragments.pattern
         block["fragments"] = {"num_fragments": candidate.num_fragments, "pattern": pattern}
     preset = PRESETS[candidate.preset](question.num_clusters)
+    gamma = getattr(method.schedule, "gamma", None)  # of adaptive transmission
+    if gamma != getattr(preset.schedule, "gamma", None):
+        block["schedule"]["gamma"] = gamma
     if method.delay.steps and not preset.delay.uses_seconds:
         block["delay"] = {"steps": method.delay.steps}
     if codec.block:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from dsx.plan.candidates import Candidate, Question
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question
 from dsx.plan.variants import staleness_of
 
 

@@ -19,7 +19,8 @@ from dsx.core.units import format_bytes
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.bill_table import cells, explain_bills, headings, money
 from dsx.plan.budget import Budget, bill_of, data_parallel_bill
-from dsx.plan.candidates import Candidate, Question, Search
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question, Search
 from dsx.plan.expected_loss import ExpectedLoss, expected_loss, explain
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read

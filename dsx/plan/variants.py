@@ -6,7 +6,7 @@ Presets are those that are registered, each as it stands; another one is planned
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -18,6 +18,7 @@ from dsx.method.choices import AXES
 from dsx.method.fragments import MOST_OF_AUTO, ByLayer, usual_count
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import SGD, Momentum, NoOuterStep
+from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
 from dsx.method.schedule.periodic import Streaming
 
 MOST_LAYERWISE = 64  # fragments of a layer each: all have a thread and connections of their own
@@ -136,6 +137,25 @@ def with_codec(method: Method, codec: Codec) -> Method:
 def with_steps(method: Method, steps: int | Literal["auto"]) -> Method:
     """Return a preset at another tau."""
     return replace(method, delay=replace(cast(Any, method.delay), steps=steps))
+
+
+def launched_less(
+    method: Method, transfer_steps: Sequence[float], num_stages: int
+) -> Iterator[Method]:
+    """Yield a method; if it launches as often as a line lets it, then in fewer and fewer steps.
+
+    A launch costs the training thread, and a fast line has room for one in every step. Halves down
+    to one step in 64: `transfer_steps` are the steps that fragments' transfers take.
+    """
+    yield method
+    schedule = method.schedule
+    if not isinstance(schedule, AdaptiveTransmission):
+        return
+    for halvings in range(1, 7):
+        every_step = num_stages * sum(transfer_steps) / len(transfer_steps)
+        gamma = float(f"{every_step / 2**halvings:.2g}")
+        if gamma < schedule.gamma:
+            yield replace(method, schedule=replace(schedule, gamma=gamma))
 
 
 def staleness_of(method: Method) -> float:

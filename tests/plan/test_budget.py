@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from dsx.cli import app
 from dsx.plan.budget import Budget, bill_of, data_parallel_bill
-from dsx.plan.candidates import Candidate, Question, Search
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question, Search
 from dsx.plan.link import Link
 from dsx.plan.model import from_sizes
 

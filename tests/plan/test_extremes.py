@@ -192,11 +192,26 @@ def require_refused(result: Any, seconds: float, said: str) -> None:
 def test_a_better_line_never_costs_a_preset_its_utilization(
     name: str, worse_to_better: list[str]
 ) -> None:
-    """At the H and the codec that a plan has chosen, a row reaches the target or has the most."""
+    """At the H and the codec that a plan has chosen, a row reaches the target or has the most.
+
+    Layers that fill idle time are sent more often on a better line, and launches cost steps.
+    """
     reached: list[dict[str, float]] = []
+    launched: list[dict[str, float]] = []
     for value in worse_to_better:
-        found = json.loads(call(f"{name}={value}", "--json")[0].stdout)
-        reached.append({c["preset"]: min(c["utilization"], 0.95) for c in found["candidates"]})
-    for worse, better in zip(reached, reached[1:], strict=False):
+        rows = json.loads(call(f"{name}={value}", "--json")[0].stdout)["candidates"]
+        reached.append({row["preset"]: min(row["utilization"], 0.95) for row in rows})
+        launched.append({row["preset"]: row["transmissions"] / row["interval"] for row in rows})
+    for i, worse in enumerate(reached[:-1]):
         for preset, utilization in worse.items():
-            assert better[preset] >= utilization * (1 - 1e-6), preset
+            is_filled = preset == "dreamddp" and launched[i + 1][preset] > launched[i][preset]
+            assert is_filled or reached[i + 1][preset] >= utilization * (1 - 1e-6), preset
+
+
+def test_a_fast_line_is_not_filled_with_launches() -> None:
+    """Adaptive transmission would launch in most steps; the offer says how to launch less."""
+    found = json.loads(call("gbps=100", "--json")[0].stdout)
+    (row,) = [row for row in found["candidates"] if row["preset"] == "cocodc"]
+    assert row["utilization"] >= 0.95 and row["transmissions"] <= row["interval"] / 2
+    gamma = row["dsx"]["schedule"]["gamma"]
+    assert 0 < gamma < 0.4

@@ -19,7 +19,8 @@ from dsx.config.sections import (
 )
 from dsx.core.units import format_bytes
 from dsx.method.choices import PRESETS
-from dsx.plan.candidates import Candidate, Search
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Search
 from dsx.plan.init.answers import Answers
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
