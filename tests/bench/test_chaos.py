@@ -236,7 +236,7 @@ def test_forty_faults(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_clusters_are_killed_and_come_back(tmp_path: Path) -> None:
     kinds = "kill_rank,kill_leader,reset"
-    found = run(tmp_path, "--events", "5", "--seed", "3", "--kinds", kinds, "--no-undisturbed")
+    found = run(tmp_path, "--events", "3", "--seed", "3", "--kinds", kinds, "--no-undisturbed")
     assert found["problems"] == []
     assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
     assert (found["samples_lost"], found["samples_twice"]) == (0, 0)

@@ -15,7 +15,6 @@ from tests.docs.test_examples import Reader
 from tests.installed import needs
 
 PAGES = [f"docs/examples/{name}.md" for name in ("dense", "experts", "long-context")]
-LEVELS = (pytest.mark.slow, pytest.mark.ci, pytest.mark.slow)
 RUN = "torchrun --nproc-per-node"
 LOSS = re.compile(r"\d+\.\d{3,4}\b")  # of speeds and shares fewer digits are printed
 MOST = 0.1  # nats: Python's own library, the data, is another in each release
@@ -60,13 +59,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[needs("megatron.core"), level])
-        for page, level in zip(PAGES, LEVELS, strict=True)
-    ],
-)
+@pytest.mark.slow
+@needs("megatron.core")
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.timeout(900)
 def test_its_run_in_small_prints_that(page: str, data: Path, tmp_path: Path) -> None:
     command, printed = in_small(page)
