@@ -11,7 +11,8 @@ import torch
 from dsx.config.schema import load_config
 from dsx.core.types import Stage
 from dsx.plan.memory.plan import plan_stage
-from dsx.plan.model_files import Batch, stage_shapes
+from dsx.plan.model_files import Batch
+from dsx.plan.stage_weights import stage_shapes
 from tests.distributed import run_distributed
 from tests.engines import megatrons
 from tests.engines.megatron_plans import planned

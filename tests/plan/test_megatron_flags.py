@@ -12,8 +12,9 @@ import pytest
 from dsx.core.types import Stage
 from dsx.plan.inner_memory import Routed, megatron, recomputed_activations
 from dsx.plan.megatron_flags import model_of, parse
-from dsx.plan.model_files import ModelFiles, held_on_rank, inner_of, read_model, stage_shapes
+from dsx.plan.model_files import ModelFiles, read_model
 from dsx.plan.pipeline_split import PipelineSplit
+from dsx.plan.stage_weights import held_on_rank, inner_of, stage_shapes
 
 DENSE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "

@@ -17,7 +17,8 @@ from dsx.core.types import Stage
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.memory.show import read_plan, show_memory
-from dsx.plan.model_files import Batch, Cluster, held_on_rank, stage_shapes
+from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.stage_weights import held_on_rank, stage_shapes
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
