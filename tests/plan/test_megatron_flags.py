@@ -172,8 +172,8 @@ def test_other_refusals_name_their_flag(tmp_path: Path) -> None:
         read(f"{DENSE} {uneven} --num-layers-per-virtual-pipeline-stage 1", tmp_path)
     document = tmp_path / "deepspeed.json"
     document.write_text("{}")
-    read(EXPERTS, tmp_path)
-    with pytest.raises(ValueError, match="--num-experts=8 with a DeepSpeed JSON"):
+    read(f"{EXPERTS} --expert-model-parallel-size 2", tmp_path)
+    with pytest.raises(ValueError, match='is Megatron\'s: .*; add "moe": {"ep_size": 2} there'):
         read_model(document, tmp_path / "model.flags", 4)
 
 
