@@ -1,8 +1,8 @@
 """How a DeepSpeed JSON cuts a cluster, as far as the formulas go; what lies beyond is refused.
 
-A pipeline is told as `"pipeline": {"stages": 4, "partition": "parameters"}`, keys that DeepSpeed
-takes and does not read: a run gives both to its `PipelineModule`, as `num_stages` and
-`partition_method`.
+A pipeline is told as `"pipeline": {"stages": 4, "partition": "parameters"}`, and the ranks that
+experts lie over as `"moe": {"ep_size": 8}`, keys that DeepSpeed takes and does not read: a run
+gives them to its `PipelineModule`, as `num_stages` and `partition_method`, and to its `MoE` layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dsx.plan.autotp_rules import Slices, read_slices
 from dsx.plan.deepspeed_layers import METHODS
 
 
@@ -19,7 +20,9 @@ class DeepSpeedCut(NamedTuple):
     `zero_stage` is by which masters are shared: 1 where a bf16 pipeline has ZeRO-0, whose optimizer
     shares them, too. `context` are sequence-parallel ranks, `hpz` the ranks that keep a second copy
     of ZeRO-3's weights among them (1: none), `accumulated` the bytes of an element in which
-    gradients are summed beside those of a micro-batch (0: they are not).
+    gradients are summed beside those of a micro-batch (0: they are not). `tensor` ranks have
+    `slices` of AutoTP's; a layer's experts lie over `expert` ranks, next to each other, or, with
+    `has_data_before_experts`, those that hold the same ones are.
     """
 
     zero_stage: int
@@ -30,6 +33,10 @@ class DeepSpeedCut(NamedTuple):
     context: int
     hpz: int
     accumulated: int
+    tensor: int = 1
+    slices: Slices | None = None
+    expert: int = 1
+    has_data_before_experts: bool = False
 
 
 def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
@@ -42,22 +49,21 @@ def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
                 f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
                 f"accelerator only; leave {key} out to see what it would take there"
             )
-    tensor = read_integer(_section(document, "tensor_parallel"), "autotp_size", 0)
-    if tensor > 1:
-        raise ValueError(
-            f"tensor_parallel.autotp_size={tensor}: a run trains with it, and dsx plans no slices "
-            "that AutoTP cuts; leave it out to see what a run takes without it"
-        )
+    slices = read_slices(_section(document, "tensor_parallel"))
+    tensor = 1 if slices is None else slices.ranks
     stage = read_integer(zero, "stage", 0)
     pipeline, partition = _pipeline(document, stage)
     context = read_integer(document, "sequence_parallel_size", 1)
-    if pipeline > 1 and context > 1:
-        raise ValueError(
-            f"sequence_parallel_size={context} with pipeline.stages={pipeline} is not served; use "
-            "one of them"
-        )
-    _require_multiple(ranks, "sequence_parallel_size", context)
-    _require_multiple(ranks, "pipeline.stages", pipeline)
+    expert = read_integer(_section(document, "moe"), "ep_size", 1)
+    sizes = {
+        "tensor_parallel.autotp_size": tensor,
+        "sequence_parallel_size": context,
+        "pipeline.stages": pipeline,
+        "moe.ep_size": expert,
+    }
+    _refuse_together(sizes)
+    for name, size in sizes.items():
+        _require_multiple(ranks // pipeline if name == "moe.ep_size" else ranks, name, size)
     hpz = read_integer(zero, "zero_hpz_partition_size", 1)
     if hpz > 1 and stage != 3:
         raise ValueError(
@@ -72,11 +78,26 @@ def read_cut(document: Mapping[str, Any], ranks: int) -> DeepSpeedCut:
         is_bf16=is_bf16 or is_fp16,
         pipeline=pipeline,
         partition=partition,
-        data=ranks // (pipeline * context),
+        data=ranks // (pipeline * context * tensor),
         context=context,
         hpz=hpz,
         accumulated=accumulated,
+        tensor=tensor,
+        slices=slices,
+        expert=expert,
+        has_data_before_experts=bool(document.get("use_data_before_expert_parallelism")),
     )
+
+
+def _refuse_together(sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for two cuts of a cluster that a run refuses, too."""
+    used = {name: size for name, size in sizes.items() if size > 1}
+    allowed = {"pipeline.stages", "moe.ep_size"}
+    if len(used) > 1 and set(used) != allowed:
+        first, second = list(used)[:2]
+        raise ValueError(
+            f"{first}={used[first]} with {second}={used[second]} is not served; use one of them"
+        )
 
 
 def _section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -136,6 +157,7 @@ def _pipeline(document: Mapping[str, Any], zero_stage: int) -> tuple[int, str | 
 
 def _require_multiple(ranks: int, name: str, size: int) -> None:
     if size < 1 or ranks % size:
+        of = "stage" if name == "moe.ep_size" else "cluster"
         raise ValueError(
-            f"{name}={size} does not divide the {ranks} ranks of a cluster; use a divisor of them"
+            f"{name}={size} does not divide the {ranks} ranks of a {of}; use a divisor of them"
         )

@@ -6,9 +6,10 @@ the embedding's layer again (`TiedLayerSpec`): its weight belongs to the first s
 the last one, too, before all that stage has of its own.
 
 Stages are cut by DeepSpeed's rules (0.19): "uniform", equal numbers of layers, the first stages
-taking what is left over; "parameters", the default; and "type:transformer". The latter two balance
-what layers weigh: the least difference between the heaviest and the lightest stage, of equal cuts
-that with the largest places, which is found from the last stage on.
+taking what is left over; "parameters", the default, of which experts count as many as a rank holds;
+and "type:transformer". The latter two balance what layers weigh: the least difference between the
+heaviest and the lightest stage, of equal cuts that with the largest places, which is found from the
+last stage on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dsx.core.types import Stage
+from dsx.plan.deepspeed_experts import named_as_deepspeed
 from dsx.plan.gpt_shapes import GPT, Weight
 
 METHODS = ("parameters", "uniform", "type:transformer")
@@ -40,16 +42,22 @@ class PipelineLayer(NamedTuple):
     is_tied: bool = False
 
     @property
-    def numel(self) -> int:
-        """Elements of its weights."""
-        return sum(math.prod(weight.shape) for weight in self.weights)
+    def has_experts(self) -> bool:
+        """Whether some of its weights are experts'."""
+        return any(weight.is_expert for weight in self.weights)
+
+    def numel(self, expert: int = 1) -> int:
+        """Return the elements of its weights on a rank, experts lying over so many ranks."""
+        numels = [(weight.is_expert, math.prod(weight.shape)) for weight in self.weights]
+        experts = sum(numel for is_expert, numel in numels if is_expert)
+        return sum(numel for is_expert, numel in numels if not is_expert) + experts // expert
 
 
 @lru_cache(maxsize=8)
 def pipeline_layers(model: GPT) -> tuple[PipelineLayer, ...]:
     """Return the layers of the whole pipeline, in order."""
     found: dict[str, list[Weight]] = {}
-    for weight in model.weights(Stage()):
+    for weight in named_as_deepspeed(model.weights(Stage())):
         match = _TRANSFORMER.match(weight.name)
         module = match[0] if match else weight.name.rpartition(".")[0] + "."
         found.setdefault(module, []).append(replace(weight, name=weight.name[len(module) :]))
@@ -64,7 +72,7 @@ def pipeline_layers(model: GPT) -> tuple[PipelineLayer, ...]:
 
 
 @lru_cache(maxsize=64)
-def cut_layers(model: GPT, count: int, method: str) -> tuple[int, ...]:
+def cut_layers(model: GPT, count: int, method: str, expert: int = 1) -> tuple[int, ...]:
     """Return where stages begin among the layers, and the end; ValueError for too few layers."""
     layers = pipeline_layers(model)
     if len(layers) < count:
@@ -74,22 +82,24 @@ def cut_layers(model: GPT, count: int, method: str) -> tuple[int, ...]:
         )
     if method == "uniform":
         return tuple(_uniform(len(layers), count))
-    weighed = [layer.numel for layer in layers]
+    weighed = [layer.numel(expert) for layer in layers]
     if method != "parameters":
         weighed = [int(layer.transformer is not None) for layer in layers]
     return tuple(_balanced(weighed, count))
 
 
-def layers_of_stage(model: GPT, stage: Stage, method: str) -> list[tuple[int, PipelineLayer]]:
-    """Return a stage's layers, each with its place in the pipeline."""
-    cuts = cut_layers(model, stage.count, method)
+def layers_of_stage(
+    model: GPT, stage: Stage, method: str, expert: int = 1
+) -> list[tuple[int, PipelineLayer]]:
+    """Return a stage's layers, each with its place in the pipeline; experts over so many ranks."""
+    cuts = cut_layers(model, stage.count, method, expert)
     places = range(cuts[stage.index], cuts[stage.index + 1])
     return [(place, pipeline_layers(model)[place]) for place in places]
 
 
-def weights_of_stage(model: GPT, stage: Stage, method: str) -> list[Weight]:
+def weights_of_stage(model: GPT, stage: Stage, method: str, expert: int = 1) -> list[Weight]:
     """Return a stage's weights in the module's order, a copy of tied ones left out."""
-    layers = layers_of_stage(model, stage, method)
+    layers = layers_of_stage(model, stage, method, expert)
     layers.sort(key=lambda pair: not pair[1].is_tied)  # as DeepSpeed's module has them
     return [
         replace(weight, name=_name(place, layer, weight))
@@ -99,11 +109,11 @@ def weights_of_stage(model: GPT, stage: Stage, method: str) -> list[Weight]:
     ]
 
 
-def copies_on_stage(model: GPT, stage: Stage, method: str) -> list[Weight]:
+def copies_on_stage(model: GPT, stage: Stage, method: str, expert: int = 1) -> list[Weight]:
     """Return the tied weights on a stage that belong to the first one."""
     return [
         replace(weight, name=_name(place, layer, weight))
-        for place, layer in layers_of_stage(model, stage, method)
+        for place, layer in layers_of_stage(model, stage, method, expert)
         for weight in layer.weights
         if layer.is_tied and place and stage.index
     ]

@@ -56,10 +56,12 @@ _UNKNOWN = (
 )  # fmt: skip
 
 
-def parse(text: Sequence[str]) -> argparse.Namespace:
+def parse(text: Sequence[str], is_whole: bool = True) -> argparse.Namespace:
     """Read the sizes among Megatron's flags, with Megatron's defaults.
 
-    ValueError for a missing or senseless one, and for flags whose effect no formula here tells.
+    `is_whole`: they tell how a cluster is cut, too, and not only the sizes of a model that
+    DeepSpeed trains. ValueError for a missing or senseless one, and for flags whose effect no
+    formula here tells.
     """
     _require_whole_names(text)
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
@@ -89,7 +91,7 @@ def parse(text: Sequence[str]) -> argparse.Namespace:
             most = MAX_LAYERS if name == "num_layers" else MOST
             require_number(f"--{name.replace('_', '-')}", value, 1, most)
     _require_whole_heads(known)
-    _require_whole_experts(known)
+    _require_whole_experts(known, is_whole)
     return known
 
 
@@ -207,7 +209,7 @@ def _require_whole_heads(known: argparse.Namespace) -> None:
         )
 
 
-def _require_whole_experts(known: argparse.Namespace) -> None:
+def _require_whole_experts(known: argparse.Namespace, is_megatron: bool) -> None:
     """Raise ValueError for experts that Megatron, or dsx with it, does not cut so."""
     count, parallel = known.num_experts, known.expert_model_parallel_size
     if count is None:
@@ -217,7 +219,7 @@ def _require_whole_experts(known: argparse.Namespace) -> None:
                 "to divide; leave it out, or give the number of experts"
             )
         return
-    if not known.disable_bias_linear:
+    if is_megatron and not known.disable_bias_linear:
         raise ValueError(
             f"--num-experts={count}: dsx memory plans experts without biases; add "
             "--disable-bias-linear"

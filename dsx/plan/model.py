@@ -18,8 +18,9 @@ from itertools import count
 from dsx.compress.base import Compressor
 from dsx.core.types import Fragment, ParameterShape, Slot, Stage
 from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, in_a_row
-from dsx.plan.model_files import ModelFiles, inner_of, stage_shapes
+from dsx.plan.model_files import ModelFiles
 from dsx.plan.published.scenario import require_number
+from dsx.plan.stage_weights import inner_of, stage_shapes
 from dsx.plan.traffic import Load, Share, of_sizes
 
 MOST_PARAMETERS = 10**15  # more would not be counted in 64 bits, sent among thousands

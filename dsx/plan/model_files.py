@@ -1,7 +1,7 @@
 """A model and how one cluster is cut, out of Megatron's flags or a DeepSpeed JSON.
 
-What plans start from: sizes, shapes, and what the inner engine takes of them. Shapes are formulas
-(gpt_shapes.py), not those of a library's model on the meta device, which would need torch.
+What plans start from. Shapes are formulas (gpt_shapes.py), not those of a library's model on the
+meta device, which would need torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsx.config.files import ConfigError, read_json, read_text
-from dsx.core.types import ParameterShape, Stage
+from dsx.core.types import Stage
 from dsx.method.method import Method
 from dsx.method.schedule.inside_backward import require_before, require_hooks
-from dsx.plan import inner_memory
+from dsx.plan.autotp_rules import Slices
 from dsx.plan.deepspeed_json import read_cut, read_integer
-from dsx.plan.deepspeed_layers import copies_on_stage, layers_of_stage, weights_of_stage
-from dsx.plan.gpt_shapes import GPT, Division, Weight
-from dsx.plan.inner_memory import InnerMemory
+from dsx.plan.deepspeed_layers import PipelineLayer, layers_of_stage
+from dsx.plan.gpt_shapes import GPT, Division
 from dsx.plan.megatron_flags import model_of, parse, split_of
 from dsx.plan.pipeline_split import Layers, PipelineSplit
 
@@ -44,6 +43,8 @@ class Cluster:
     partition: str | None = None  # by what DeepSpeed cuts a pipeline; None: Megatron's, or none
     hpz: int = 1  # ranks that keep a second copy of ZeRO-3's weights among them
     accumulated: int = 0  # bytes of an element in which DeepSpeed sums bf16 gradients beside them
+    slices: Slices | None = None  # what AutoTP cuts over `tensor` ranks
+    has_data_before_experts: bool = False  # DeepSpeed's ranks of the same experts are neighbours
 
     @property
     def engine(self) -> str:
@@ -77,8 +78,14 @@ class Cluster:
 
     @property
     def division(self) -> Division:
-        """Over how many ranks weights are cut."""
+        """Over how many ranks Megatron cuts weights."""
         return Division(self.tensor, self.expert, self.slices_of_experts)
+
+    def pipeline_layers(self, model: GPT, stage: Stage) -> list[PipelineLayer]:
+        """Return the layers that DeepSpeed's pipeline has on a stage."""
+        assert self.partition is not None
+        own = layers_of_stage(model, stage, self.partition, self.expert)
+        return [layer for _, layer in own]
 
     def layers(self, model: GPT) -> Layers:
         """Return the numbers of the layers by stage and chunk; ValueError if they do not divide."""
@@ -87,8 +94,8 @@ class Cluster:
     def layers_of(self, model: GPT, stage: int) -> list[int]:
         """Return the numbers of a stage's layers, of all its chunks."""
         if self.partition is not None:
-            layers = layers_of_stage(model, Stage(stage, self.pipeline), self.partition)
-            return [one.transformer for _, one in layers if one.transformer is not None]
+            layers = self.pipeline_layers(model, Stage(stage, self.pipeline))
+            return [one.transformer for one in layers if one.transformer is not None]
         return [layer for chunk in self.layers(model)[stage] for layer in chunk]
 
     def __str__(self) -> str:
@@ -145,12 +152,7 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
             f"{source} does not tell the model nor the ranks of a cluster: add --model FILE (with "
             "Megatron's flags for its sizes) and their number"
         )
-    known = parse(read_words(model_flags))
-    if known.num_experts is not None:
-        raise ValueError(
-            f"--num-experts={known.num_experts} with a DeepSpeed JSON: a run trains with experts, "
-            "and dsx plans none of DeepSpeed's; leave it out, or give a file of flags alone"
-        )
+    known = parse(read_words(model_flags), is_whole=False)
     document = read_json(source)
     micro_batch = read_integer(document, "train_micro_batch_size_per_gpu", 1)
     whole = read_integer(document, "train_batch_size", 0) or None
@@ -159,7 +161,53 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     if whole is None and accumulated:
         whole = accumulated * micro_batch * cluster.data
     batch = Batch(known.seq_length, micro_batch, whole)
-    return ModelFiles(model_of(known), cluster, batch)
+    model = model_of(known)
+    require_cut(model, cluster)
+    if "moe" not in document and known.num_experts and known.expert_model_parallel_size > 1:
+        size = known.expert_model_parallel_size
+        raise ValueError(
+            f"--expert-model-parallel-size={size} is Megatron's: a DeepSpeed run gives it to its "
+            f'MoE layers, and {source} says it to a plan; add "moe": {{"ep_size": {size}}} there'
+        )
+    return ModelFiles(model, cluster, batch)
+
+
+def require_cut(model: GPT, cluster: Cluster) -> None:
+    """Raise ValueError for a model that DeepSpeed, or dsx with it, does not train so."""
+    experts = model.experts
+    if experts is None:
+        if cluster.expert > 1:
+            raise ValueError(
+                f"moe.ep_size={cluster.expert} of a model without experts: give their number "
+                "(--num-experts), or leave it out"
+            )
+        return
+    if experts.count % cluster.expert:
+        raise ValueError(
+            f"--num-experts={experts.count} do not divide over moe.ep_size={cluster.expert} ranks; "
+            "use a number of ranks that divides them"
+        )
+    others = {
+        "zero_optimization.stage=3": cluster.zero_stage == 3,
+        f"tensor_parallel.autotp_size={cluster.tensor}": cluster.tensor > 1,
+        f"sequence_parallel_size={cluster.context}": cluster.context > 1,
+    }
+    for name, is_used in others.items():
+        if is_used:
+            raise ValueError(
+                f"--num-experts={experts.count} with {name}: DeepSpeed's experts are served with "
+                "data parallelism and in pipelines, under ZeRO-0 to 2; use those alone"
+            )
+    if cluster.partition is not None:
+        stages = [Stage(index, cluster.pipeline) for index in range(cluster.pipeline)]
+        layers = [cluster.pipeline_layers(model, stage) for stage in stages]
+        without = [at for at, own in enumerate(layers) if not any(o.has_experts for o in own)]
+        if without:
+            raise ValueError(
+                f"pipeline.stages={cluster.pipeline} by {cluster.partition}: stage {without[0]} "
+                "has no layer of experts, where DeepSpeed waits forever; cut fewer stages, or by "
+                "another partition"
+            )
 
 
 def require_served(method: Method, cluster: Cluster) -> None:
@@ -215,82 +263,3 @@ def _captured_by(known: argparse.Namespace) -> str | None:
 
 def _batch(known: argparse.Namespace) -> Batch:
     return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
-
-
-def stage_weights(model: GPT, cluster: Cluster, stage: Stage) -> list[Weight]:
-    """Return a rank's weights of a stage, tensors whole; ValueError if they are not cut so."""
-    if cluster.partition is not None:
-        return weights_of_stage(model, stage, cluster.partition)
-    return model.weights(stage, cluster.division, cluster.layers_of(model, stage.index))
-
-
-def stage_shapes(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterShape]:
-    """Return what the stage's ranks train together, every slice and every rank's experts apart."""
-    found: list[ParameterShape] = []
-    for weight in stage_weights(model, cluster, stage):
-        if weight.is_expert:
-            found += [
-                weight.on((slice_number, cluster.slices_of_experts), (rank, cluster.expert))
-                for rank in range(cluster.expert)
-                for slice_number in range(cluster.slices_of_experts)
-            ]
-        else:
-            slices = 1 if weight.split is None else cluster.tensor
-            found += [weight.on((rank, cluster.tensor)) for rank in range(slices)]
-    return found
-
-
-def copies_before(model: GPT, cluster: Cluster, stage: Stage) -> list[ParameterShape]:
-    """Return tied copies that lie before a stage's own weights and belong to another stage."""
-    if cluster.partition is None:
-        return []
-    return [weight.on((0, 1)) for weight in copies_on_stage(model, stage, cluster.partition)]
-
-
-def held_on_rank(model: GPT, cluster: Cluster, stage: Stage) -> tuple[int, int]:
-    """Return the elements of dense weights, and of experts, that each rank of a stage holds.
-
-    With a tied copy of the embedding, which the last stage does not synchronise.
-    """
-    dense = experts = 0
-    for weight in stage_weights(model, cluster, stage):
-        if weight.is_expert:
-            experts += weight.on((0, cluster.slices_of_experts)).numel
-        else:
-            dense += weight.on((0, cluster.tensor)).numel
-    if model.is_tied and 0 < stage.index == stage.count - 1:
-        dense += model.vocabulary * model.hidden // cluster.tensor
-    return dense, experts
-
-
-def inner_of(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> InnerMemory:
-    """Return what the inner engine takes on a rank of a stage."""
-    dense, experts = held_on_rank(model, cluster, stage)
-    activations = _activations(model, cluster, stage, batch)
-    if cluster.zero_stage is not None:
-        return inner_memory.deepspeed(
-            dense + experts, cluster.is_bf16, cluster.zero_stage, cluster.shards, activations,
-            cluster.hpz, cluster.accumulated,
-        )  # fmt: skip
-    shards = cluster.shards if cluster.is_sharded else 1
-    shards_of_experts = cluster.shards_of_experts if cluster.is_sharded else 1
-    of_dense = inner_memory.megatron(dense, cluster.is_bf16, shards, activations)
-    return of_dense + inner_memory.megatron(experts, cluster.is_bf16, shards_of_experts)
-
-
-def _activations(model: GPT, cluster: Cluster, stage: Stage, batch: Batch) -> int:
-    layers, experts = cluster.layers_of(model, stage.index), model.experts
-    routed = None
-    if experts is not None and any(experts.layers[layer] for layer in layers):
-        width = experts.ffn * (3 if model.is_gated else 2)
-        routed = inner_memory.Routed(experts.top, width, experts.shared or 0)
-    return inner_memory.recomputed_activations(
-        -(-batch.sequence // cluster.context),
-        batch.micro_batch,
-        model.hidden,
-        len(layers),
-        stage.count - stage.index,
-        cluster.tensor,
-        cluster.is_sequence_parallel,
-        routed,
-    )

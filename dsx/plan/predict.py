@@ -167,15 +167,16 @@ def fitting_interval(
     link: Link,
     num_clusters: int,
     target: float = 1.0,
+    costs: Costs | None = None,
 ) -> int | None:
     """Return the least H at which the utilization reaches `target`; None if none to a million does.
 
-    At 1, the default, nothing is exposed: to a millionth of the period. `least_interval` is for
-    other costs than those of docs/compression.md.
+    At 1, the default, nothing is exposed: to a millionth of the period. `costs` beside the line are
+    those of docs/compression.md, and of launches none, unless they are given.
     """
     require_number("target", target, 1e-6, 1)
     traffic = Traffic(method, loads_of(ranks), num_clusters)
-    return least_interval(method, traffic, step_seconds, link, Costs(), target)
+    return least_interval(method, traffic, step_seconds, link, costs or Costs(), target)
 
 
 def least_interval(

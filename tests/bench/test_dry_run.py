@@ -18,6 +18,8 @@ from dsx.bench.dry_run.figures import StageFigures
 from dsx.cli import app
 from dsx.comm.world import current_world
 from dsx.config.schema import load_config
+from dsx.core.types import Stage
+from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model_files import Batch, Cluster
 from dsx.plan.start_time import start_model
 from tests.distributed import run_distributed
@@ -214,9 +216,22 @@ def test_ranks_of_megatron_are_what_runs_have(ranks: int) -> None:
     kinds = KINDS[ranks]
     run = run_distributed(all_held, 2 * ranks, kinds, timeout_seconds=280, engine="megatron")
     (dry,) = run_distributed(all_dry, 1, kinds, ranks, timeout_seconds=120, engine="megatron")
-    for index in range(len(kinds)):
+    for index, kind in enumerate(kinds):
         for number, real in enumerate(run):
             compare(dry[index][number % ranks], real[index], number // ranks)
+        compare_plan(kind, dry[index])
+
+
+def compare_plan(kind: Kind, ranks: list[dict[str, Any]]) -> None:
+    """Hold `dsx memory` to the dry run: ranges of the distributed optimizer, too, are cut alike."""
+    model, cluster = planned(kind, len(ranks))
+    config = load_config(dsx_config(**CHANGES))
+    for number in range(kind.pipeline):
+        stage = Stage(number, kind.pipeline)
+        plan = plan_stage(model, cluster, stage, config, Batch(megatrons.LENGTH, 2), False)
+        together = cluster.ranks_per_stage
+        of_stage = ranks[number * together : (number + 1) * together]
+        assert [r["memory"] for r in of_stage if r["memory"]] == [vars(plan.outer)], str(kind)
 
 
 def refused(tmp_path: Any, *words: str, flags: str = FLAGS) -> str:

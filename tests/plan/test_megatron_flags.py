@@ -12,8 +12,9 @@ import pytest
 from dsx.core.types import Stage
 from dsx.plan.inner_memory import Routed, megatron, recomputed_activations
 from dsx.plan.megatron_flags import model_of, parse
-from dsx.plan.model_files import ModelFiles, held_on_rank, inner_of, read_model, stage_shapes
+from dsx.plan.model_files import ModelFiles, read_model
 from dsx.plan.pipeline_split import PipelineSplit
+from dsx.plan.stage_weights import held_on_rank, inner_of, stage_shapes
 
 DENSE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
@@ -171,8 +172,8 @@ def test_other_refusals_name_their_flag(tmp_path: Path) -> None:
         read(f"{DENSE} {uneven} --num-layers-per-virtual-pipeline-stage 1", tmp_path)
     document = tmp_path / "deepspeed.json"
     document.write_text("{}")
-    read(EXPERTS, tmp_path)
-    with pytest.raises(ValueError, match="--num-experts=8 with a DeepSpeed JSON"):
+    read(f"{EXPERTS} --expert-model-parallel-size 2", tmp_path)
+    with pytest.raises(ValueError, match='is Megatron\'s: .*; add "moe": {"ep_size": 2} there'):
         read_model(document, tmp_path / "model.flags", 4)
 
 

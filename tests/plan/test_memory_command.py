@@ -14,10 +14,11 @@ from rich.console import Console
 from dsx.config.schema import load_config
 from dsx.core.exchange import HASHED_PAIRS
 from dsx.core.types import Stage
-from dsx.plan.gpt_shapes import GPT
+from dsx.plan.gpt_shapes import GPT, Experts
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.memory.show import read_plan, show_memory
-from dsx.plan.model_files import Batch, Cluster, held_on_rank, stage_shapes
+from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.stage_weights import held_on_rank, stage_shapes
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
@@ -78,12 +79,39 @@ def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
     assert plan_files(tmp_path, f"{FLAGS} --kv-channels 16 --context-parallel-size 1").data == 1
 
 
+def sliced(
+    patterns: list[str] | None = None, kind: str = "column", shape: Any = None, **more: Any
+) -> dict[str, Any]:
+    """A section of AutoTP's, of one specification where there are patterns."""
+    section: dict[str, Any] = {"autotp_size": 2}
+    if patterns is None:
+        return {"tensor_parallel": {**section, "preset_model": "llama", **more}}
+    spec = {"patterns": patterns, "partition_type": kind, "shape": shape}
+    return {"tensor_parallel": {**section, "partition_config": {"layer_specs": [spec], **more}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2 without preset_model"),  # tied
+        ({"tensor_parallel": {"autotp_size": "2"}}, "autotp_size='2' must be an integer"),
+        ({"tensor_parallel": {"autotp_size": 8, "preset_model": "llama"}}, "size=8 does not div"),
+        ({"tensor_parallel": {"autotp_size": 2, "preset_model": "bloom"}}, "'bloom': .* llama and"),
+        (sliced(vocab_parallel_lm_head=True), "vocab_parallel_lm_head=true"),
+        (sliced(tp={"tp_grain_size": 64}), "tp_grain_size=64 must be 1"),
+        (sliced([".*qkv"]), "no pattern of partition_config matches"),
+        (sliced([".*_proj"], strict_mode=True), "strict_mode: no pattern for lm_head.weight"),
+        (sliced([".*_proj", ".*embed"]), "cuts model.embed_tokens.weight: dsx serves no embedding"),
+        (sliced([".*_proj", "lm_head"]), "cuts lm_head.weight"),
+        (sliced(["("]), "must be a list of regular expressions"),
+        (sliced([".*_proj"], shape=[3, -1]), r"layer_specs\[0\].shape=\[3, -1\]"),
+        (sliced([".*_proj"], kind="rows"), "partition_type='rows' must be one of"),
+        (sliced([".*_proj"]) | {"sequence_parallel_size": 2}, "size=2 with sequence_parallel"),
+        (sliced([".*_proj"]) | {"pipeline": {"stages": 2}}, "size=2 with pipeline.stages=2"),
+        ({"moe": {"ep_size": 2}}, "moe.ep_size=2 of a model without experts"),
+        ({"moe": {"ep_size": 3}}, "moe.ep_size=3 does not divide the 4 ranks of a stage"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "partition_size=3"),
         ({"sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide the 4 ranks"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
@@ -98,7 +126,43 @@ def test_keys_that_change_what_a_rank_holds_are_refused(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
-        plan_files(tmp_path, FLAGS, document(**changes))
+        stage_shapes(MODEL, plan_files(tmp_path, FLAGS, document(**changes)), Stage())
+
+
+@pytest.mark.parametrize(
+    ("experts", "changes", "named"),
+    [
+        (6, {"moe": {"ep_size": 4}}, "--num-experts=6 do not divide over moe.ep_size=4"),
+        (4, {"zero_optimization": {"stage": 3}}, "--num-experts=4 with zero_optimization.stage=3"),
+        (4, {"sequence_parallel_size": 2}, "--num-experts=4 with sequence_parallel_size=2"),
+        (4, sliced([".*_proj"]), "--num-experts=4 with tensor_parallel.autotp_size=2"),
+        (4, {"pipeline": {"stages": 4}}, "stage 3 has no layer of experts, where DeepSpeed waits"),
+    ],
+)
+def test_experts_that_a_run_refuses_are_refused(
+    tmp_path: Path, experts: int, changes: dict[str, Any], named: str
+) -> None:
+    flags = f"{FLAGS} --num-experts {experts} --moe-layer-freq [1]*3+[0]"
+    with pytest.raises(ValueError, match=named):
+        plan_files(tmp_path, flags, document(**changes))
+
+
+def test_slices_and_experts_are_the_model_once(tmp_path: Path) -> None:
+    sliced_by_default = plan_files(
+        tmp_path,
+        f"{FLAGS} --untie-embeddings-and-output-weights",
+        document(tensor_parallel={"autotp_size": 2}),
+    )
+    model = replace(MODEL, is_tied=False)
+    shapes = stage_shapes(model, sliced_by_default, Stage())
+    assert sum(shape.numel for shape in shapes) == model.numel
+    cut = {shape.name for shape in shapes if shape.name.endswith(".slice_1")}
+    assert len(cut) == 4 * (2 * 3 + 1 + 2 + 1) + 1  # with the biases of columns, and the head
+    mixture = replace(MODEL, experts=Experts(4, 128, 2, (True,) * 4))
+    experts = Cluster(data=4, zero_stage=1, expert=2)
+    assert sum(s.numel for s in stage_shapes(mixture, experts, Stage())) == mixture.numel
+    dense, own = held_on_rank(mixture, experts, Stage())
+    assert dense + 2 * own == mixture.numel
 
 
 def test_ranks_are_shared_out_as_a_json_says(tmp_path: Path) -> None:

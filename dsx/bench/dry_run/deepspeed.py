@@ -1,8 +1,10 @@
 """Build ranks of a DeepSpeed cluster: its own engine and ZeRO optimizer, on fakes.
 
-The ranks of a stage hold equal parts of the same tensors, the last one with padding: one engine is
-built, and each rank's masters are located in it by the adapter, as seen from that rank. The model
-has the names and shapes of Megatron's GPT; DeepSpeed looks at nothing else of it.
+Ranks that hold equal parts of the same tensors, the last one with padding, are those of a stage,
+of a layer's experts, or of AutoTP's slices. For each such set one engine is built, and each rank's
+masters are located in it by the adapter, as seen from that rank. The model has the names and shapes
+of Megatron's GPT, or of a Hugging Face decoder where AutoTP cuts it; DeepSpeed looks at nothing
+else of it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from dsx.bench.dry_run.built_rank import BuiltRank
 from dsx.bench.dry_run.deepspeed_module import module_of
 from dsx.bench.dry_run.stand_in import in_cluster, no_memory, seen_from
 from dsx.config.schema import DsxConfig
+from dsx.core.types import ParameterShape
+from dsx.engines.deepspeed.layout import require_even_slices
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.model_files import Cluster
 
@@ -45,29 +49,74 @@ def build_ranks(
         )
     inner = {k: v for k, v in document.items() if k not in ("dsx", "optimizer", "scheduler")}
     together = cluster.ranks_per_stage
-    ranks = range(stage * together, (stage + 1) * together)
+    left = list(range(stage * together, (stage + 1) * together))
+    found: dict[int, BuiltRank] = {}
+    shapes: list[Sequence[ParameterShape]] = []  # of AutoTP's slices, by tensor-parallel rank
+    while left:
+        built, alike = _build_alike(model, cluster, inner, config, left[0])
+        found |= {one.rank: one for one in built}
+        left = [rank for rank in left if rank not in found]
+        shapes.append(alike)
+    if cluster.tensor > 1:
+        require_even_slices(shapes)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _build_alike(
+    model: GPT, cluster: Cluster, inner: dict[str, Any], config: DsxConfig, first: int
+) -> tuple[list[BuiltRank], Sequence[ParameterShape]]:
+    """Return a rank and those that hold what it does, and the shapes of what they train."""
     found: list[BuiltRank] = []
-    with _quietly(), in_cluster(ranks[0], cluster.ranks), _fresh_groups(), no_memory():
+    with ExitStack() as stack:
+        for context in (_quietly(), in_cluster(first, cluster.ranks), _fresh_groups()):
+            stack.enter_context(context)
         from dsx.engines.deepspeed.engine import DeepSpeedAdapter, adopt_world, start_engine
 
         adopt_world()
-        module = module_of(model, cluster, _dtype(document))
-        numel = sum(p.numel() for p in module.parameters())
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        given: dict[str, Any] = {"model": module, "optimizer": optimizer, "config": inner}
+        if cluster.tensor > 1:  # of a mesh, whose ranks are values
+            groups = importlib.import_module("deepspeed.utils.groups")
+            groups._init_tp_mesh_device(cluster.tensor)
+        stack.enter_context(no_memory())
+        module = module_of(model, cluster, _dtype(inner))
+        optimizer = torch.optim.AdamW(_groups(module, model), lr=1e-4)
+        given: dict[str, Any] = {"model": module, "optimizer": optimizer, "config": dict(inner)}
         if cluster.context > 1:
             given["mpu"] = _sequence_mpu(cluster.context)
         with _elsewhere():
             engine = start_engine(**given)[0]
+        numel = sum(p.numel() for p in module.parameters())
         method, is_on_host = config.method, config.state.is_on_host
-        for rank in ranks:
+        shapes: Sequence[ParameterShape] = ()
+        for rank in _ranks_alike(cluster, first):
             with seen_from(rank):
                 adapter = DeepSpeedAdapter(
                     engine, method.fragments, is_on_host, method.schedule.backwards
                 )
                 found.append(_read(adapter, rank, numel))
+                shapes = adapter.layout.shapes
         engine.destroy()
-    return found
+    return found, shapes
+
+
+def _ranks_alike(cluster: Cluster, first: int) -> list[int]:
+    """Return the ranks that hold what the first of them does, in DeepSpeed's groups' order."""
+    if cluster.expert > 1:
+        groups = importlib.import_module("deepspeed.utils.groups")
+        group: Any = groups._get_expert_data_parallel_group(f"ep_size_{cluster.expert}")
+        return list(torch.distributed.get_process_group_ranks(group))
+    together = cluster.ranks_per_stage
+    begin = first // together * together
+    return list(range(first, begin + together, cluster.tensor))
+
+
+def _groups(module: Any, model: GPT) -> Any:
+    """Return what the optimizer steps, experts in groups of their own as DeepSpeed asks."""
+    parameters = list(module.parameters())
+    if model.experts is None:
+        return parameters
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    return split({"params": parameters, "name": "all"})
 
 
 def _sequence_mpu(size: int) -> Any:
@@ -114,6 +163,8 @@ def _fresh_groups() -> Generator[None, None, None]:
         for name, value in values.items():
             if isinstance(value, dict) and name.startswith("_") and name.isupper():
                 setattr(module, name, {})
+            elif isinstance(value, torch.distributed.ProcessGroup):
+                setattr(module, name, None)
     comm.__dict__["cdb"] = None
     try:
         yield

@@ -15,7 +15,6 @@ from dsx.config.schema import DsxConfig, load_config
 from dsx.core.requirements import installed_version
 from dsx.core.types import Stage
 from dsx.method.schedule.periodic import Periodic, Streaming
-from dsx.plan.deepspeed_layers import layers_of_stage
 from dsx.plan.launch_cost import launch_cost
 from dsx.plan.link import Costs, Link
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
@@ -224,8 +223,8 @@ def _kind(stage: int, files: ModelFiles) -> tuple[object, ...]:
     layers = cluster.layers_of(files.model, stage)
     has = tuple(experts is not None and experts.layers[layer] for layer in layers)
     if cluster.partition is not None:
-        own = layers_of_stage(files.model, Stage(stage, count), cluster.partition)
-        held = tuple(layer.numel for _, layer in own)
+        own = cluster.pipeline_layers(files.model, Stage(stage, count))
+        held = tuple(layer.numel(cluster.expert) for layer in own)
     return stage == 0, stage == count - 1, has, held
 
 

@@ -48,13 +48,19 @@ def in_cluster(rank: int, world_size: int, answers: Answers = echo) -> Generator
 
 @contextmanager
 def seen_from(rank: int) -> Generator[None, None, None]:
-    """Let code that asks for its rank, of the world or of a group, be told another one's."""
+    """Let code that asks for its rank, of the world or of a group, be told another one's.
+
+    Whoever asks this has chosen a rank whose place in groups that it is not in is that of the one
+    that was built, in groups of its own.
+    """
     torch_distributed: Any = dist
     get_rank = torch_distributed.get_rank
+    built = get_rank()
 
     def number(group: Any = None) -> int:
         members = torch_distributed.group.WORLD if group is None else group
-        return dist.get_process_group_ranks(members).index(rank)
+        ranks = dist.get_process_group_ranks(members)
+        return ranks.index(rank if rank in ranks else built)
 
     torch_distributed.get_rank = number
     try:

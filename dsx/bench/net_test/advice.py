@@ -1,7 +1,8 @@
 """What a measured link means for H: the least interval with which methods reach a utilization.
 
 Asked of the planner (dsx/plan/predict.py), as `dsx plan` does, for one rank per cluster that codes
-at the documented speeds (docs/compression.md).
+at the documented speeds (docs/compression.md), and whose training thread gives a launch and an
+apply what `dsx plan` counts (plan/launch_cost.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 from dsx.config.schema import preset
 from dsx.method.fragments import WholeModel
-from dsx.plan.link import Link
+from dsx.plan.launch_cost import launch_cost
+from dsx.plan.link import Costs, Link
 from dsx.plan.model import from_sizes
 from dsx.plan.predict import at_interval, fitting_interval, predict
 from dsx.plan.published.scenario import Compute, require_number
@@ -53,15 +55,16 @@ def plans(model: Model, clusters: int, bits_per_second: float, latency: float) -
     (shapes,) = from_sizes(model.params, model.layers, None, ranks=1).stages
     ranks = one_rank(WholeModel(), shapes)
     link = Link(bits_per_second, latency, payload_share=1)
+    costs = Costs(blocking_seconds_per_element=launch_cost().seconds_per_element)
     found: list[Plan] = []
     for name, (row, choices) in METHODS.items():
         method = preset(row, clusters, **choices)
         interval = fitting_interval(
-            method, ranks, model.step_seconds, link, clusters, model.target / 100
+            method, ranks, model.step_seconds, link, clusters, model.target / 100, costs
         )
         gives = None
         if interval is not None:
             at = at_interval(method, interval)
-            gives = predict(at, ranks, model.step_seconds, link, clusters).utilization
+            gives = predict(at, ranks, model.step_seconds, link, clusters, costs).utilization
         found.append(Plan(name, interval, gives))
     return found

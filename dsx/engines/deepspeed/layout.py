@@ -145,20 +145,24 @@ def _with_slices(plain: Layout) -> Layout:
         else:
             named[name] = parameter
             shapes.append(shape)
-    everyone = gather_objects(shapes, group)
-    for other in everyone:
-        for ours, theirs in zip(everyone[0], other, strict=True):
-            if ours != theirs:
-                raise ValueError(
-                    f"tensor_parallel.autotp_size={count} cuts a parameter into slices of other "
-                    f"sizes ({ours.name} {ours.shape}, elsewhere {theirs.shape}), of which ZeRO's "
-                    "shards do not match: choose sizes and heads that it divides"
-                )
+    require_even_slices(gather_objects(shapes, group))
     alike = frozenset(name for name, p in plain.parameters.items() if not is_slice(p))
     everything = dist.group.WORLD
     return replace(
         plain, group=everything, parameters=named, shapes=shapes, alike=alike, tensor_group=group
     )
+
+
+def require_even_slices(everyone: Sequence[Sequence[ParameterShape]]) -> None:
+    """Raise ValueError unless all tensor-parallel ranks name slices of the same sizes."""
+    for other in everyone:
+        for ours, theirs in zip(everyone[0], other, strict=True):
+            if ours != theirs:
+                raise ValueError(
+                    f"tensor_parallel.autotp_size={len(everyone)} cuts a parameter into slices of "
+                    f"other sizes ({ours.name} {ours.shape}, elsewhere {theirs.shape}), of which "
+                    "ZeRO's shards do not match: choose sizes and heads that it divides"
+                )
 
 
 def _require_same_shapes(shapes: Sequence[ParameterShape], group: Any) -> None:

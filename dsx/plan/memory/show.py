@@ -17,13 +17,8 @@ from dsx.config.schema import DsxConfig, load_config
 from dsx.core.types import Stage
 from dsx.method.fragments import assign_stage, fewer_than_usual
 from dsx.plan.memory.plan import RankMemory, plan_stage
-from dsx.plan.model_files import (
-    ModelFiles,
-    read_model,
-    read_words,
-    require_served,
-    stage_shapes,
-)
+from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
+from dsx.plan.stage_weights import stage_shapes
 
 _GIB = 2**30
 
