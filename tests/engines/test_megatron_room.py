@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsx.checkpoint.tags import complete_tags
+from dsx.engines.megatron import own_part
 from dsx.engines.megatron.own_part import MegatronPart, latest_iteration, tag_of
 from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from megatron_patches import checkpoint, room
@@ -180,6 +181,7 @@ def test_a_part_is_complete_once_megatron_has_named_it(tmp_path: Path) -> None:
     part = MegatronPart(tmp_path / "0")
     saved(tmp_path / "0", 10, 100)
     (tmp_path / "0" / "iter_0000020").mkdir()
+    (tmp_path / "0" / "iter_0000020" / "weights").write_text("a half")
     assert part.is_complete("iter_0000010") and not part.is_complete("iter_0000020")
     with pytest.raises(OSError, match="Megatron's part of iter_0000030 is not there with it"):
         part.place("iter_0000030", tmp_path / "nothing")
@@ -188,9 +190,29 @@ def test_a_part_is_complete_once_megatron_has_named_it(tmp_path: Path) -> None:
         fetched.mkdir()
         (fetched / "weights").write_text("fetched")
         part.place(f"iter_{iteration:07d}", fetched)
-        if iteration == 20:  # older than what is named: it may be a half of Megatron's
-            assert fetched.is_dir()
-            continue
         assert not fetched.exists() and latest_iteration(tmp_path / "0") == latest
         assert (tmp_path / "0" / f"iter_{iteration:07d}" / "weights").read_text() == "fetched"
     assert part.is_complete("iter_0000030.replaced")
+
+
+def test_what_megatron_was_killed_in_does_not_count_once_the_tracker_is_above_it(
+    tmp_path: Path,
+) -> None:
+    """Noted as a run starts; until Megatron has written it anew."""
+    part = MegatronPart(tmp_path)
+    saved(tmp_path, 10, 100)
+    saved(tmp_path, 20, 100)
+    (tmp_path / "iter_0000030").mkdir()
+    half = tmp_path / "iter_0000030" / "weights"
+    half.write_text("a half")
+    own_part.note_not_ended(tmp_path)
+    saved(tmp_path, 40, 100)
+    own_part.note_not_ended(tmp_path)  # of a later start
+    names = [f"iter_{iteration:07d}" for iteration in (10, 20, 30, 40)]
+    assert [part.is_complete(name) for name in names] == [True, True, False, True]
+    half.write_text("a whole")
+    assert part.is_complete("iter_0000030")
+    (tmp_path / "iter_0000050").mkdir()
+    (tmp_path / f"{own_part.NOT_ENDED}.tmp").mkdir()  # in the way
+    own_part.note_not_ended(tmp_path)  # ends no run
+    assert not part.is_complete("iter_0000050")
