@@ -50,6 +50,11 @@ class CheckpointsConfig(BaseModel):
     """How long the end of a run waits for its last checkpoint to be copied, in seconds; not where
     it is told to end by a signal."""
 
+    @property
+    def is_later(self) -> bool:
+        """Whether something is done with a checkpoint once its save has returned; alike in all."""
+        return self.beside_training or self.remote is not None
+
     def common(self) -> dict[str, Any]:
         """Return what has to be the same in all clusters: which copy, not where to."""
         own = self.model_dump(exclude={"remote", *_OF_REMOTE})
@@ -68,17 +73,6 @@ def check_checkpoints(checkpoints: CheckpointsConfig) -> None:
                 f"dsx.checkpoints.{name}={value!r} has no effect without checkpoints.remote: set "
                 "that, or leave it out"
             )
-
-
-def refuse_remote(checkpoints: CheckpointsConfig, engine: str) -> None:
-    """Raise ConfigError where copies are asked for of saves that hold files of others, too."""
-    if checkpoints.remote is not None:
-        raise ConfigError(
-            f"{REMOTE}={checkpoints.remote!r} is not served with {engine}, which writes files of "
-            "its own beside dsx's: it copies what DeepSpeed's engine.save_checkpoint, Megatron and "
-            "TorchCheckpoints have saved; "
-            "leave it out, and copy what is complete with other means"
-        )
 
 
 def refuse_of_script(checkpoints: CheckpointsConfig) -> None:

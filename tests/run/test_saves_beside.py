@@ -1,0 +1,160 @@
+"""Saves of the Trainer, Lightning and Accelerate beside training, their copies, and back from them.
+
+Unmodified scripts, trained to the end, then killed in the midst of a save that is written beside
+training, and started anew on an empty disk: the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.checkpoint.checksums import MANIFEST, find_damage
+from dsx.checkpoint.remote import Remote
+from dsx.telemetry.run_folder import read_about
+from tests.distributed import free_port
+from tests.installed import needs
+from tests.run.launching import run, start, wait_for
+
+pytestmark = pytest.mark.ci
+HERE = Path(__file__).parent
+SLOWLY = HERE / "saving_slowly.py"
+BLOCK = {
+    "preset": "streaming_diloco",
+    "schedule": {"interval": 2},
+    "fragments": {"num_fragments": 2},
+    "delay": {"steps": 1},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A script, how it is started and resumed, and where its checkpoints lie."""
+
+    script: str
+    options: tuple[Any, ...]
+    resume: tuple[Any, ...]
+    folder: str  # whose tags are copied, by cluster
+    killed_in: str  # the tag whose save is cut short
+    last: str  # the tag before it
+    kept: int  # checkpoints that the library leaves
+
+
+def config_of(at: Path, is_beside: bool = True) -> Path:
+    """Write a config; both clusters copy to one place."""
+    checkpoints = {"beside_training": is_beside, "remote": f"file://{at}/far"}
+    block = {**BLOCK, "clusters": {"num_clusters": 2}, "checkpoints": checkpoints}
+    document = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto", "zero_optimization": {"stage": 1}, "dsx": block,
+    }  # fmt: skip
+    (at / "ds.json").write_text(json.dumps(document))
+    plain = {**document, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    del plain["train_batch_size"]
+    (at / "plain.json").write_text(json.dumps(plain))
+    return at / "ds.json"
+
+
+TRAINER = Kind(
+    "train_with_trainer.py",
+    ("--deepspeed", "ds.json", "--output_dir", "runs", "--out", "final", "--max_steps", 9,
+     "--per_device_train_batch_size", 2, "--learning_rate", 0.01, "--max_grad_norm", 0,
+     "--lr_scheduler_type", "linear", "--logging_steps", 2, "--report_to", "none",
+     "--disable_tqdm", "True", "--seed", 0, "--save_strategy", "steps", "--save_steps", 2,
+     "--save_total_limit", 2, "--dataloader_pin_memory", "False"),
+    ("--resume_from_checkpoint", "True"),
+    "runs", "checkpoint-6", "checkpoint-4", 2,
+)  # fmt: skip
+LIGHTNING = Kind(
+    "train_with_lightning.py",
+    ("--devices", 1, "--max_steps", 9, "--every", 2, "--root", "runs", "--by", "train_loss",
+     "--top_k", 2, "--cluster", "{cluster_id}", "--out", "final.ckpt"),
+    ("--resume", "last"),
+    "runs/ck", "last.ckpt", "last.ckpt", 2,
+)  # fmt: skip
+ACCELERATE = Kind(
+    "train_with_accelerate.py",
+    ("--out", "runs", "--automatic", "--steps_between", 2, "--told", "told_{cluster_id}"),
+    ("--resume", "newest"),
+    "runs/checkpoints", "checkpoint_2", "checkpoint_1", 2,
+)  # fmt: skip
+
+
+def launch(kind: Kind, at: Path, *more: Any, ranks: int = 2, slow: str = "") -> Any:
+    command = [
+        "python", "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port",
+        free_port(), "-m", "dsx.run", "--dsx-config", at / "plain.json",
+        "--dsx-metrics-dir", at / "record", SLOWLY, HERE / kind.script, *kind.options, *more,
+    ]  # fmt: skip
+    if kind is TRAINER:
+        del command[7:9]  # its block is in the DeepSpeed JSON
+    return command, {"SLOW_FROM": slow, "ACCELERATE_USE_CPU": "true"}
+
+
+def train(kind: Kind, at: Path, *more: Any, ranks: int = 2) -> str:
+    ((status, output),) = run(launch(kind, at, *more, ranks=ranks), at=at)
+    assert status == 0, output
+    return output
+
+
+def kill_in_a_save(kind: Kind, at: Path) -> None:
+    """Start, and kill all processes while the outer state of a tag is being written."""
+    log = at / "killed.log"
+    command, environ = launch(kind, at, slow=kind.killed_in)
+    launcher = start(command, log, **environ)
+    try:
+        wait_for(launcher, log, f"WRITES {at / kind.folder}", 200)
+    finally:
+        told = subprocess.run(
+            ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        )
+        parents = {int(pid): int(of) for pid, of in map(str.split, told.stdout.splitlines())}
+        ranks = [pid for pid, of in parents.items() if of == launcher.pid]
+        for pid in (launcher.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait(30)
+
+
+def models(kind: Kind, at: Path) -> list[Any]:
+    """Return what each cluster has at the end."""
+    if kind is TRAINER:
+        from safetensors.torch import load_file
+
+        folders = (at / "runs" / f"cluster_{m}" for m in range(2))
+        loaded = [load_file(folder / "model.safetensors") for folder in folders]
+        return [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded]
+    if kind is LIGHTNING:
+        files = [at / "runs" / f"told_{m}" / "0.json" for m in range(2)]
+        return [json.loads(file.read_text())["weights"] for file in files]
+    files = [at / f"told_{m}.0.json" for m in range(2)]
+    return [json.loads(file.read_text())["after"] for file in files]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(TRAINER, marks=needs("deepspeed", "transformers", "accelerate", "datasets")),
+        pytest.param(LIGHTNING, marks=needs("lightning")),
+        pytest.param(ACCELERATE, marks=needs("accelerate")),
+    ],
+    ids=["trainer", "lightning", "accelerate"],
+)
+def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
+    kind: Kind, tmp_path: Path
+) -> None:
+    config_of(tmp_path)
+    train(kind, tmp_path)
+    whole = models(kind, tmp_path)
+    assert whole[0] == whole[1]
+    remote = Remote(f"file://{tmp_path}/far", "here")
+    tags = [remote.tags(cluster) for cluster in (0, 1)]
+    assert tags[0].keys() == tags[1].keys() != set(), tags
+    print(tags)
