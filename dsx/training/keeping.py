@@ -66,6 +66,7 @@ class Keeping:
         self._whole: Whole | None = None
         self._is_of_library = False
         self._put_off: list[_PutOff] = []
+        self._is_over = False  # whether all clusters hold a library's last save
         self._begun = 0  # saves of the library's
         self._numbers: dict[tuple[str, int], int] = {}  # of them, by tag and step
         self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
@@ -100,6 +101,7 @@ class Keeping:
             return
         has_last = self._begun in self._numbers.values() or not self._is_first
         if all(gather(has_last)):
+            self._is_over = True
             self._delete_put_off(self._begun)
 
     def saved(self, path: Path, step: int) -> None:
@@ -153,6 +155,9 @@ class Keeping:
             self._thread.join(_DEADLINE_SECONDS)
         if self._copying is not None:
             self._copying.end()
+        if self._is_over:  # what was being copied
+            due, self._put_off = self._put_off, []
+            self._delete_of_library(due)
 
     def _begin(self, delete: Callable[[], None]) -> None:
         before = self._thread

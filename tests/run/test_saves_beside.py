@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.distributed import free_port
 from tests.installed import needs
 from tests.run.launching import run, start, wait_for
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SLOWLY = HERE / "saving_slowly.py"
 BLOCK = {
@@ -42,10 +43,8 @@ class Kind:
     script: str
     options: tuple[Any, ...]
     resume: tuple[Any, ...]
-    folder: str  # whose tags are copied, by cluster
-    killed_in: str  # the tag whose save is cut short
-    last: str  # the tag before it
-    kept: int  # checkpoints that the library leaves
+    killed_in: str  # whose save is cut short, of step 6
+    kept: str  # what the library leaves of cluster 0's, of steps 6 and 8
 
 
 def config_of(at: Path, is_beside: bool = True) -> Path:
@@ -71,20 +70,20 @@ TRAINER = Kind(
      "--disable_tqdm", "True", "--seed", 0, "--save_strategy", "steps", "--save_steps", 2,
      "--save_total_limit", 2, "--dataloader_pin_memory", "False"),
     ("--resume_from_checkpoint", "True"),
-    "runs", "checkpoint-6", "checkpoint-4", 2,
+    "checkpoint-6", "runs/cluster_0/checkpoint-*",
 )  # fmt: skip
 LIGHTNING = Kind(
     "train_with_lightning.py",
-    ("--devices", 1, "--max_steps", 9, "--every", 2, "--root", "runs", "--by", "train_loss",
-     "--top_k", 2, "--cluster", "{cluster_id}", "--out", "final.ckpt"),
+    ("--devices", 1, "--max_steps", 9, "--every", 2, "--root", "runs", "--top_k", 1,
+     "--cluster", "{cluster_id}", "--out", "final.ckpt"),
     ("--resume", "last"),
-    "runs/ck", "last.ckpt", "last.ckpt", 2,
+    "step=6.ckpt", "runs/ck/cluster_0/*.dsx",
 )  # fmt: skip
 ACCELERATE = Kind(
     "train_with_accelerate.py",
     ("--out", "runs", "--automatic", "--steps_between", 2, "--told", "told_{cluster_id}"),
     ("--resume", "newest"),
-    "runs/checkpoints", "checkpoint_2", "checkpoint_1", 2,
+    "checkpoint_2", "runs/checkpoints/checkpoint_*/cluster_0",
 )  # fmt: skip
 
 
@@ -105,13 +104,19 @@ def train(kind: Kind, at: Path, *more: Any, ranks: int = 2) -> str:
     return output
 
 
-def kill_in_a_save(kind: Kind, at: Path) -> None:
-    """Start, and kill all processes while the outer state of a tag is being written."""
+def kill_in_a_save(kind: Kind, at: Path) -> int:
+    """Start, and kill all ranks while an outer state is being written; return the step that is
+    whole at the remote place.
+    """
     log = at / "killed.log"
     command, environ = launch(kind, at, slow=kind.killed_in)
     launcher = start(command, log, **environ)
     try:
-        wait_for(launcher, log, f"WRITES {at / kind.folder}", 200)
+        wait_for(launcher, log, "WRITES", 200)
+        until = time.monotonic() + 60
+        while not (steps := common_steps(at)):
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.2)
     finally:
         told = subprocess.run(
             ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
@@ -121,6 +126,21 @@ def kill_in_a_save(kind: Kind, at: Path) -> None:
         for pid in (launcher.pid, *ranks):
             os.kill(pid, signal.SIGKILL)
         launcher.wait(30)
+    return max(steps)
+
+
+def common_steps(at: Path) -> set[int]:
+    """Return the steps of what both clusters have at the remote place, whole."""
+    remote = Remote(f"file://{at}/far", "here")
+    found = [{tag["step"] for tag in remote.tags(cluster).values()} for cluster in range(2)]
+    return found[0] & found[1]
+
+
+def require_whole(at: Path) -> None:
+    """Fail unless all that says it is complete, on the disk and at the remote place, is."""
+    folders = [path.parent for path in at.rglob(MANIFEST)]
+    assert folders
+    assert [find_damage(folder) for folder in folders] == [None] * len(folders)
 
 
 def models(kind: Kind, at: Path) -> list[Any]:
@@ -152,9 +172,26 @@ def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
 ) -> None:
     config_of(tmp_path)
     train(kind, tmp_path)
-    whole = models(kind, tmp_path)
+    whole, far = models(kind, tmp_path), tmp_path / "far"
     assert whole[0] == whole[1]
-    remote = Remote(f"file://{tmp_path}/far", "here")
-    tags = [remote.tags(cluster) for cluster in (0, 1)]
-    assert tags[0].keys() == tags[1].keys() != set(), tags
-    print(tags)
+    require_whole(tmp_path)
+    assert 8 in common_steps(tmp_path)  # its end waits for the last copy
+    kept = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
+    assert len(kept) == 2, kept  # what was put off is deleted as it ends
+    for about in read_about(tmp_path / "record").values():
+        assert any("copied_to" in entry for entry in about["checkpoints"]), about
+    for place in ("runs", "far", "record"):
+        shutil.rmtree(tmp_path / place)
+
+    step = kill_in_a_save(kind, tmp_path)
+    assert step in (2, 4)
+    cut = [path for path in (tmp_path / "runs").rglob("*") if kind.killed_in in path.name]
+    assert cut and not any((path / MANIFEST).exists() for path in cut)
+    require_whole(tmp_path)
+    shutil.rmtree(tmp_path / "runs")  # a new machine
+    output = train(kind, tmp_path, *kind.resume)
+    assert f"{far}/cluster_0/" in output and "is fetched" in output
+    assert models(kind, tmp_path) == whole
+    require_whole(tmp_path)
+    left = len([*tmp_path.glob(kind.kept)])
+    assert left == (3 if kind is LIGHTNING else 2)  # it keeps what it has come from

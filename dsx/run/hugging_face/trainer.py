@@ -179,8 +179,8 @@ class _Replaced:
             )
         if settings.checkpoints.remote is not None and trainer.args.save_only_model:
             raise ConfigError(
-                "TrainingArguments(save_only_model=True) saves nothing that a run goes on from, and "
-                f"{REMOTE}={settings.checkpoints.remote!r} has copies of what one does: leave one "
+                "TrainingArguments(save_only_model=True) saves nothing that a run goes on from, "
+                f"which is what {REMOTE}={settings.checkpoints.remote!r} has copies of: leave one "
                 "of them out"
             )
         if settings.divergence.max_rollbacks:
