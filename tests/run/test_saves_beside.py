@@ -94,7 +94,7 @@ def launch(kind: Kind, at: Path, *more: Any, ranks: int = 2, slow: str = "") -> 
         "--dsx-metrics-dir", at / "record", SLOWLY, HERE / kind.script, *kind.options, *more,
     ]  # fmt: skip
     if kind is TRAINER:
-        del command[7:9]  # its block is in the DeepSpeed JSON
+        del command[9:11]  # its block is in the DeepSpeed JSON
     return command, {"SLOW_FROM": slow, "ACCELERATE_USE_CPU": "true"}
 
 
