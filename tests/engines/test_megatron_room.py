@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dsx.checkpoint.tags import complete_tags
 from dsx.engines.megatron import own_part
@@ -115,9 +116,16 @@ class Saving:
         arguments = SimpleNamespace(save=str(directory), **flags)
         place = SimpleNamespace(saving=lambda arguments: nullcontext())
         self._directory, beside = directory, SimpleNamespace(refuse=self.at_once.append)
-        self.handle = SimpleNamespace(beside=beside, saving=nullcontext)
+        beside.settle = lambda: None
+        self.handle = SimpleNamespace(
+            beside=beside, saving=nullcontext, not_saved=lambda path, why: self.told.append(why)
+        )
+        self.others: list[Any] = []  # what the other ranks have met with
+        self.fails: BaseException | None = None
+        of_ranks = SimpleNamespace(gather=lambda what, own: [own, *self.others])
+        world = SimpleNamespace(rank=0, cluster_id=1, in_cluster=lambda: of_ranks)
         self.run: Any = SimpleNamespace(
-            handle=self.handle, world=SimpleNamespace(rank=0, cluster_id=1), tell=self.told.append,
+            handle=self.handle, world=world, tell=self.told.append,
             division=SimpleNamespace(place=place), saved_iteration=None,
         )  # fmt: skip
         monkeypatch.setattr(checkpoint.probe, "training", lambda: self.training)
@@ -135,6 +143,9 @@ class Saving:
         return not self.is_full
 
     def _megatrons(self, iteration: int, model: Any, optimizer: Any) -> None:
+        if self.fails is not None:
+            (self._directory / tag_of(iteration)).mkdir()
+            raise self.fails
         saved(self._directory, iteration, 10)
 
 
@@ -159,6 +170,34 @@ def test_the_last_save_is_known_to_be_done_or_not(
     saving.is_full = True
     saving.save(20)
     assert saving.run.saved_iteration is None
+
+
+@needs("megatron")
+def test_shards_that_megatron_could_not_write_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As core 0.14 and later raise it: on all ranks, and the first one knows why."""
+    saving = Saving(tmp_path, monkeypatch)
+    saving.save(10)
+    full = RuntimeError("Worker failure: [Errno 28] No space left on device: 'x'")
+    saving.fails = CheckpointException("write", {1: (full, Any)})
+    saving.others = [{"of_disk": [], "others": []}]
+    saving.save(20)
+    assert saving.told == [
+        f"iteration 20 is not saved: rank 1: {full}; what was saved before is as it was, and "
+        "training goes on: free some space, or save elsewhere"
+    ]
+    assert saving.run.saved_iteration is None
+    states = tmp_path / "dsx" / "cluster_1"
+    assert set(complete_tags(states)) == {"iter_0000010"}
+    assert not (tmp_path / "iter_0000020").exists() and latest_iteration(tmp_path) == 10
+    saving.others = [None]  # one rank has not failed, and would go on alone
+    with pytest.raises(CheckpointException):
+        saving.save(30)
+    saving.others = [{"of_disk": [], "others": []}]
+    saving.fails = CheckpointException("write", {0: (KeyError("weight"), Any)})
+    with pytest.raises(CheckpointException):
+        saving.save(40)
 
 
 @needs("megatron")

@@ -44,7 +44,8 @@ class Kind:
     options: tuple[Any, ...]
     resume: tuple[Any, ...]
     killed_in: str  # whose save is cut short, of step 6
-    kept: str  # what the library leaves of cluster 0's, of steps 6 and 8
+    kept: str  # what the library leaves of cluster 0's, two of them
+    last: int = 8  # the step of the last save
 
 
 def config_of(at: Path, is_beside: bool = True) -> Path:
@@ -70,7 +71,7 @@ TRAINER = Kind(
      "--disable_tqdm", "True", "--seed", 0, "--save_strategy", "steps", "--save_steps", 2,
      "--save_total_limit", 2, "--dataloader_pin_memory", "False"),
     ("--resume_from_checkpoint", "True"),
-    "checkpoint-6", "runs/cluster_0/checkpoint-*",
+    "checkpoint-6", "runs/cluster_0/checkpoint-*", 9,
 )  # fmt: skip
 LIGHTNING = Kind(
     "train_with_lightning.py",
@@ -95,7 +96,8 @@ def launch(kind: Kind, at: Path, *more: Any, ranks: int = 2, slow: str = "") -> 
     ]  # fmt: skip
     if kind is TRAINER:
         del command[9:11]  # its block is in the DeepSpeed JSON
-    return command, {"SLOW_FROM": slow, "ACCELERATE_USE_CPU": "true"}
+    own = {"ACCELERATE_USE_CPU": "true"} if kind is ACCELERATE else {}
+    return command, {"SLOW_FROM": slow, **own}
 
 
 def train(kind: Kind, at: Path, *more: Any, ranks: int = 2) -> str:
@@ -175,7 +177,7 @@ def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
     whole, far = models(kind, tmp_path), tmp_path / "far"
     assert whole[0] == whole[1]
     require_whole(tmp_path)
-    assert 8 in common_steps(tmp_path)  # its end waits for the last copy
+    assert kind.last in common_steps(tmp_path)  # its end waits for the last copy
     kept = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
     assert len(kept) == 2, kept  # what was put off is deleted as it ends
     for about in read_about(tmp_path / "record").values():

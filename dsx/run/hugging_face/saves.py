@@ -86,11 +86,12 @@ class Saves:
         scope = rotate.__globals__
         original_of(SimpleNamespace(**scope), "shutil")
 
+        def keep(path: Any, *args: Any, **kwargs: Any) -> None:
+            old.append(Path(path).absolute())
+
         def note(*args: Any, **kwargs: Any) -> None:
             before = scope["shutil"]
-            scope["shutil"] = SimpleNamespace(
-                rmtree=lambda path, **_: old.append(Path(path).absolute())
-            )
+            scope["shutil"] = SimpleNamespace(rmtree=keep)
             try:
                 rotate(*args, **kwargs)
             finally:
