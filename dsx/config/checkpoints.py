@@ -32,15 +32,15 @@ class CheckpointsConfig(BaseModel):
     beside_training: bool = False
     """Whether the outer state of a save is written by a thread while training goes on, from copies
     of what changes meanwhile (`dsx memory --json` says how much): by DeepSpeed's
-    `engine.save_checkpoint`, beside Megatron's own, by `TorchCheckpoints.save`, which so writes
-    model and optimizers, too. All else is written at once: by `handle.save`, the Trainer, Lightning
-    and Accelerate, by an order, as a run ends."""
+    `engine.save_checkpoint`, beside Megatron's own, by the Trainer, Lightning and Accelerate, and
+    by `TorchCheckpoints.save`, which so writes model and optimizers, too, as Lightning does of one
+    file. All else is written at once: by `handle.save`, by an order, as a run ends."""
 
     remote: Annotated[str, Field(min_length=1)] | None = None
-    """Where checkpoints of DeepSpeed's `engine.save_checkpoint`, of Megatron and of
-    `TorchCheckpoints` are copied to beside training, and fetched from where a cluster lacks one: a
-    URL that fsspec knows, such as "s3://bucket/run"; each cluster may have another. Needs the extra
-    `remote`, and s3fs for s3, gcsfs for gs."""
+    """Where checkpoints of DeepSpeed's `engine.save_checkpoint`, of Megatron, `TorchCheckpoints`,
+    the Trainer, Lightning and Accelerate are copied to beside training, and fetched from where a
+    cluster lacks one: a URL that fsspec knows, such as "s3://bucket/run"; each cluster may have
+    another. Needs the extra `remote`, and s3fs for s3, gcsfs for gs."""
 
     remote_rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
     """The most that a cluster copies there, in Mbit/s; null: what the line takes. It may be the

@@ -10,26 +10,29 @@ it can be copied to a remote place and fetched from there, whole or not at all.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest, require_intact, take_checksums
 from dsx.checkpoint.tags import write_durably
 
-logger = logging.getLogger(__name__)
-
 
 class Whole:
-    """One rank's; the first one calls `prepare` before a folder is whole, and `complete` then."""
+    """One rank's; the first one calls `prepare` before a folder is whole, and `complete` then.
+
+    `failed` is told why a folder could not be made whole; it is not copied to a remote place.
+    """
 
     def __init__(
         self,
         is_first: bool,
         prepare: Callable[[Path], object],
         complete: Callable[[Path, int], object],
+        failed: Callable[[Path, str], object],
     ) -> None:
-        self._is_first, self._prepare, self._complete = is_first, prepare, complete
+        self._is_first, self._prepare = is_first, prepare
+        self._complete, self._failed = complete, failed
         self._folder: Path | None = None
         self._num_tags = 0
         self._tags: set[Path] = set()
@@ -40,7 +43,8 @@ class Whole:
         self._folder, self._num_tags = folder.absolute(), num_tags
         self._tags, self._is_written = set(), False
         if self._is_first:
-            (folder / MANIFEST).unlink(missing_ok=True)
+            with suppress(OSError):  # what is saved there next will say so
+                (folder / MANIFEST).unlink(missing_ok=True)
 
     def written(self) -> None:
         """Take that the library has written its files, on every rank of the cluster."""
@@ -65,10 +69,11 @@ class Whole:
             self._prepare(folder)
             write_durably(folder / MANIFEST, json.dumps(take_checksums(folder, told)))
         except OSError as error:
-            logger.error(
-                "%s has no manifest of its own (%s), and is not copied to a remote place", folder,
-                error,
-            )  # fmt: skip
+            self._failed(
+                folder,
+                f"{folder} gets no manifest of its own ({error}): it is not copied to a remote "
+                "place, and what is older stays; training goes on",
+            )
             return
         self._complete(folder, told["step"])
 

@@ -96,7 +96,10 @@ def test_where_one_cluster_has_not_saved_all_keep_what_they_have(tmp_path: Path)
 def test_a_folder_is_whole_once_its_tags_and_the_librarys_files_are(tmp_path: Path) -> None:
     folder, seen = tmp_path / "checkpoint_3" / "cluster_1", list[Any]()
     whole = Whole(
-        True, lambda at: seen.append(("prepared", at)), lambda at, step: seen.append((step, at))
+        True,
+        lambda at: seen.append(("prepared", at)),
+        lambda at, step: seen.append((step, at)),
+        lambda at, why: seen.append(why),
     )
     for name in ("accelerate", "pytorch_model"):
         write(tmp_path / "made", 1, 6)
@@ -124,6 +127,11 @@ def test_a_folder_is_whole_once_its_tags_and_the_librarys_files_are(tmp_path: Pa
     (folder / "notes.txt").write_text("the library's")
     whole.entered(folder / "accelerate")  # once more, finished
     assert len(seen) == 4 and find_damage(folder) is None
+    (folder / "dsx.json.tmp").mkdir()  # in the way
+    whole.entered(folder / "accelerate")
+    assert "gets no manifest of its own ([Errno 21] Is a dir" in seen[-1]
+    assert not (folder / MANIFEST).exists()
+    (folder / "dsx.json.tmp").rmdir()
     whole.begin(folder, 2)
     assert not (folder / MANIFEST).exists()  # until it is whole again
     unmark(folder)
@@ -159,6 +167,7 @@ class Kept:
         self.beside: Any = SimpleNamespace(settle=lambda: None)
         self.keeping: Any = self
         self.preemption = SimpleNamespace(is_saving=False)
+        self.not_saved: Any = None
 
     def begin(self) -> None:
         self.num_begun += 1

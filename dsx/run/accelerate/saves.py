@@ -35,7 +35,7 @@ class Saves:
     def __init__(self, handle: Handle, world: World, checkpoints: CheckpointsConfig) -> None:
         self._handle, self._world = handle, world
         self._is_later = checkpoints.is_later
-        self._whole = Whole(world.rank == 0, lambda folder: None, self._complete)
+        self._whole = Whole(world.rank == 0, lambda folder: None, self._complete, handle.not_saved)
 
     def begin(self, folder: Path, handles: Collection[Handle], num_engines: int) -> None:
         """Take that a save to this cluster's folder begins. On all ranks."""

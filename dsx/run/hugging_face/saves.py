@@ -36,7 +36,7 @@ class Saves:
         is_function = hasattr(module, "rotate_checkpoints")  # of version 5, else a method
         self._owner = module if is_function else trainer
         self._name = "rotate_checkpoints" if is_function else "_rotate_checkpoints"
-        self._whole = Whole(world.rank == 0, self._show, self._complete)
+        self._whole = Whole(world.rank == 0, self._show, self._complete, handle.not_saved)
         self._is_later = False
 
     def serve(self, checkpoints: CheckpointsConfig) -> None:
