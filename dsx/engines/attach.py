@@ -187,9 +187,8 @@ def attach_megatron(
     `settings`, too, but for those in `clusters.may_differ`; without them those of optimizer and
     model are compared. `vocab_size`: the tokenizer's, without the rows that pad the model's, for
     `dsx export --hf`. `own_part`: where Megatron's checkpoints and their tracker file are, for
-    `checkpoints.remote`, and to know again what Megatron has not ended there. The world must be
-    `init_distributed`'s, and Megatron's parallel state made in it. Collective over all ranks of all
-    clusters: it takes cluster 0's weights everywhere.
+    `checkpoints.remote` and what it has not ended. The world must be `init_distributed`'s, with
+    Megatron's parallel state. Collective over all clusters: cluster 0's weights go everywhere.
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.

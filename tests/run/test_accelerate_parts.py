@@ -201,7 +201,6 @@ def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) 
         (make_accelerator("FSDP", 1), {}, "fsdp_version=1 is not served by dsx.run"),
         (make_accelerator(save_on_each_node=True), {}, "save_on_each_node=True"),
         (make_accelerator(), {"checkpoints": {"keep": 2}}, "dsx.checkpoints.keep=2 would"),
-        (make_accelerator(), {"checkpoints": {"remote": "s3://b/r"}}, "served with Accelerate"),
         (make_accelerator(), {"divergence": {"max_rollbacks": 1}}, "max_rollbacks=1 is not"),
     ],
 )

@@ -25,7 +25,7 @@ from tests.distributed import free_port
 from tests.installed import needs
 from tests.run.launching import run, start, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 HERE = Path(__file__).parent
 SLOWLY = HERE / "saving_slowly.py"
 BLOCK = {
@@ -43,9 +43,10 @@ class Kind:
     script: str
     options: tuple[Any, ...]
     resume: tuple[Any, ...]
-    killed_in: str  # whose save is cut short, of step 6
-    kept: str  # what the library leaves of cluster 0's, two of them
-    last: int = 8  # the step of the last save
+    killed_in: str  # whose save is cut short, the third
+    kept: str  # what the library leaves of cluster 0's
+    num_kept: int
+    last: int  # the step of the last save
 
 
 def config_of(at: Path, is_beside: bool = True) -> Path:
@@ -71,20 +72,20 @@ TRAINER = Kind(
      "--disable_tqdm", "True", "--seed", 0, "--save_strategy", "steps", "--save_steps", 2,
      "--save_total_limit", 2, "--dataloader_pin_memory", "False"),
     ("--resume_from_checkpoint", "True"),
-    "checkpoint-6", "runs/cluster_0/checkpoint-*", 9,
+    "checkpoint-6", "runs/cluster_0/checkpoint-*", 2, 9,
 )  # fmt: skip
 LIGHTNING = Kind(
     "train_with_lightning.py",
     ("--devices", 1, "--max_steps", 9, "--every", 2, "--root", "runs", "--top_k", 1,
      "--cluster", "{cluster_id}", "--out", "final.ckpt"),
     ("--resume", "last"),
-    "step=6.ckpt", "runs/ck/cluster_0/*.dsx",
+    "step=6.ckpt", "runs/ck/cluster_0/*.dsx", 2, 8,
 )  # fmt: skip
 ACCELERATE = Kind(
     "train_with_accelerate.py",
-    ("--out", "runs", "--automatic", "--steps_between", 2, "--told", "told_{cluster_id}"),
-    ("--resume", "newest"),
-    "checkpoint_2", "runs/checkpoints/checkpoint_*/cluster_0",
+    ("--out", "runs", "--steps_between", 8, "--told", "told_{cluster_id}"),
+    ("--resume", "runs/step_{step}"),
+    "step_24", "runs/step_*/cluster_0", 4, 32,
 )  # fmt: skip
 
 
@@ -179,21 +180,22 @@ def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
     require_whole(tmp_path)
     assert kind.last in common_steps(tmp_path)  # its end waits for the last copy
     kept = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
-    assert len(kept) == 2, kept  # what was put off is deleted as it ends
+    assert len(kept) == kind.num_kept, kept  # what was put off is deleted as it ends
     for about in read_about(tmp_path / "record").values():
         assert any("copied_to" in entry for entry in about["checkpoints"]), about
     for place in ("runs", "far", "record"):
         shutil.rmtree(tmp_path / place)
 
     step = kill_in_a_save(kind, tmp_path)
-    assert step in (2, 4)
+    assert 0 < step < kind.last
     cut = [path for path in (tmp_path / "runs").rglob("*") if kind.killed_in in path.name]
     assert cut and not any((path / MANIFEST).exists() for path in cut)
     require_whole(tmp_path)
     shutil.rmtree(tmp_path / "runs")  # a new machine
-    output = train(kind, tmp_path, *kind.resume)
+    output = train(kind, tmp_path, *(part.format(step=step) for part in kind.resume))
     assert f"{far}/cluster_0/" in output and "is fetched" in output
     assert models(kind, tmp_path) == whole
     require_whole(tmp_path)
-    left = len([*tmp_path.glob(kind.kept)])
-    assert left == (3 if kind is LIGHTNING else 2)  # it keeps what it has come from
+    left = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
+    if kind is TRAINER:
+        assert left == kept
