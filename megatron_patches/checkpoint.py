@@ -22,6 +22,7 @@ from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.megatron.checkpoint import save_outer_state
 from dsx.engines.megatron.own_part import iteration_of, tag_of
 from megatron_patches import probe
+from megatron_patches.failed_save import survives
 from megatron_patches.room import find_obstacle
 from megatron_patches.run import Run
 
@@ -49,7 +50,12 @@ def patch(run: Run) -> None:
         with run.handle.saving(), run.division.place.saving(arguments):
             if not save_outer_state(run.handle, iteration, directory):
                 return None  # as said; what Megatron writes to a full disk would end the run
-            result = original(iteration, model, optimizer, *args, **kwargs)
+            is_saved, result = survives(
+                run, iteration, directory, states,
+                lambda: original(iteration, model, optimizer, *args, **kwargs),
+            )  # fmt: skip
+            if not is_saved:
+                return None
         run.saved_iteration = iteration
         if run.world.rank == 0:
             _delete_what_megatron_has(run, directory, states, iteration)

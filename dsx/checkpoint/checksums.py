@@ -21,7 +21,8 @@ from typing import Any
 from dsx.core.progress import SOON, Progress
 
 MANIFEST = "dsx.json"
-UNFINISHED, REPLACED = ".unfinished", ".replaced"
+UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
+WRITER = ".writing"  # names the process that writes to a folder of tags
 OF_TORCH = "torch"  # the folder of what plain PyTorch trains: its ranks leave checksums, too
 DAMAGED = "damaged"  # in place of what a manifest held
 _SUFFIX = ".sha256"
@@ -56,13 +57,25 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
             name, digest = _read_left(left)
             files[(folder / name).relative_to(directory).as_posix()] = digest
             left.unlink()
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
+    paths = {path.relative_to(directory).as_posix(): path for path in files_below(directory)}
     sizes = {
         name: path.stat().st_size
         for name, path in sorted(paths.items())
-        if path.is_file() and (name not in files or "/" in name)
+        if name not in files or "/" in name
     }
     return sealed({**manifest, _FILES: files, _SIZES: sizes})
+
+
+def files_below(tag: Path) -> list[Path]:
+    """Return the files of a tag, in no order; of tags within it, what is complete."""
+    left = (UNFINISHED, REPLACED, REMOVED)
+    return [
+        path
+        for path in tag.rglob("*")
+        if path.is_file()
+        and path.name != WRITER
+        and not any(part.endswith(left) for part in path.relative_to(tag).parts[:-1])
+    ]
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:

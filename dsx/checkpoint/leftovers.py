@@ -14,10 +14,8 @@ import socket
 import time
 from pathlib import Path
 
-from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.checksums import REMOVED, UNFINISHED, WRITER
 
-REMOVED = ".removed"
-_WRITER = ".writing"
 _QUIET_SECONDS = 3600.0
 
 
@@ -31,19 +29,19 @@ def begin_writing(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
     own = {"host": socket.gethostname(), "process": os.getpid()}
-    (directory / _WRITER).write_text(json.dumps(own))
+    (directory / WRITER).write_text(json.dumps(own))
 
 
 def end_writing(directory: Path) -> None:
     """Say that nothing is being written any more."""
     with contextlib.suppress(OSError):
-        (directory / _WRITER).unlink(missing_ok=True)
+        (directory / WRITER).unlink(missing_ok=True)
 
 
 def _is_writer_dead(directory: Path) -> bool:
     """Whether the process that wrote here last is this one, or one of this host that has ended."""
     try:
-        told = json.loads((directory / _WRITER).read_text())
+        told = json.loads((directory / WRITER).read_text())
         host, process = told["host"], int(told["process"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -79,7 +79,11 @@ def _bases(run: Path) -> list[Path]:
     named = {(run / path).parent.parent for path in saved}  # <base>/cluster_<m>/<tag>
     there = {base for base in named if _clusters_in(base)}
     manifests = (path for levels in ("*", "*/*") for path in run.glob(f"{levels}/*/*/{MANIFEST}"))
-    below = {path.parents[2] for path in manifests if _is_cluster(path.parents[1])}
+    below = {
+        path.parents[2]
+        for path in manifests
+        if _is_cluster(path.parents[1]) and not _clusters_in(path.parent)  # no Trainer's folder
+    }
     return sorted(there or below)
 
 

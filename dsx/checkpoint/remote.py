@@ -23,10 +23,12 @@ from dsx.checkpoint.checksums import (
     MANIFEST,
     REPLACED,
     UNFINISHED,
+    files_below,
     files_of,
     manifest_of_text,
 )
 from dsx.checkpoint.own_part import FOLDER, OwnPart, files_of_part, sizes_of_part, with_part
+from dsx.checkpoint.places import Lies, by_cluster
 from dsx.checkpoint.tags import has_same_content
 from dsx.config.checkpoints import REMOTE, CheckpointsConfig, check_url
 from dsx.config.files import ConfigError
@@ -56,6 +58,7 @@ class Remote:
         self._given = url, setting
         self._told: set[str] = set()  # names that are none, which a line has named
         self.part: OwnPart | None = None  # what the engine keeps elsewhere of each tag
+        self.lies: Lies = by_cluster  # on the disk; at the remote place always by cluster
         try:
             _ = self._opened
         except ValueError:
@@ -105,15 +108,15 @@ class Remote:
         return found
 
     def place_of(self, tag: Path) -> str:
-        """Return the URL of a tag of the disk, `cluster_<m>/<tag>`."""
-        return f"{self.url}/{tag.parent.name}/{tag.name}"
+        """Return the URL of a tag of the disk."""
+        return f"{self.url}/{self._below_root(tag)}"
 
     def copy(self, tag: Path, pace: Pace = as_it_comes) -> int:
-        """Copy a complete tag of the disk, `cluster_<m>/<tag>`; return how many bytes went over.
+        """Copy a complete tag of the disk; return how many bytes went over.
 
         None go where it is there already. `Changed` if the disk's is another by the end.
         """
-        there = f"{self._root}/{tag.parent.name}/{tag.name}"
+        there = f"{self._root}/{self._below_root(tag)}"
         own = _read(tag / MANIFEST)
         files = self._files_of(tag)
         manifest = self._with_part(own, files)
@@ -134,7 +137,7 @@ class Remote:
 
     def renew(self, tag: Path) -> bool:
         """Write a tag's manifest again, which has changed; return whether it is there."""
-        there = f"{self._root}/{tag.parent.name}/{tag.name}"
+        there = f"{self._root}/{self._below_root(tag)}"
         manifest, held = _read(tag / MANIFEST), self._manifest(there)
         if held is not None and (sizes := sizes_of_part(held)):
             manifest = with_part(manifest, sizes)  # which the disk need not have any more
@@ -191,6 +194,10 @@ class Remote:
             return manifest
         own = {n: p.stat().st_size for n, p in files.items() if n.startswith(f"{FOLDER}/")}
         return with_part(manifest, own)
+
+    def _below_root(self, tag: Path) -> str:
+        _, cluster, name = self.lies(tag)
+        return f"{cluster}/{name}"
 
     def _put(self, path: Path, there: str, pace: Pace) -> int:
         size = 0
@@ -277,10 +284,7 @@ def is_tag_name(name: str) -> bool:
 
 def files_in(tag: Path) -> list[Path]:
     """Return the files of a tag's directory, its manifest the last."""
-    return sorted(
-        (path for path in tag.rglob("*") if path.is_file()),
-        key=lambda path: (path == tag / MANIFEST, str(path)),
-    )
+    return sorted(files_below(tag), key=lambda path: (path == tag / MANIFEST, str(path)))
 
 
 def names_in(manifest: bytes, where: str) -> dict[str, int | None]:

@@ -32,15 +32,15 @@ class CheckpointsConfig(BaseModel):
     beside_training: bool = False
     """Whether the outer state of a save is written by a thread while training goes on, from copies
     of what changes meanwhile (`dsx memory --json` says how much): by DeepSpeed's
-    `engine.save_checkpoint`, beside Megatron's own, by `TorchCheckpoints.save`, which so writes
-    model and optimizers, too. All else is written at once: by `handle.save`, the Trainer, Lightning
-    and Accelerate, by an order, as a run ends."""
+    `engine.save_checkpoint`, beside Megatron's own, by the Trainer, Lightning and Accelerate, and
+    by `TorchCheckpoints.save`, which so writes model and optimizers, too, as Lightning does of one
+    file. All else is written at once: by `handle.save`, by an order, as a run ends."""
 
     remote: Annotated[str, Field(min_length=1)] | None = None
-    """Where checkpoints of DeepSpeed's `engine.save_checkpoint`, of Megatron and of
-    `TorchCheckpoints` are copied to beside training, and fetched from where a cluster lacks one: a
-    URL that fsspec knows, such as "s3://bucket/run"; each cluster may have another. Needs the extra
-    `remote`, and s3fs for s3, gcsfs for gs."""
+    """Where checkpoints of DeepSpeed's `engine.save_checkpoint`, of Megatron, `TorchCheckpoints`,
+    the Trainer, Lightning and Accelerate are copied to beside training, and fetched from where a
+    cluster lacks one: a URL that fsspec knows, such as "s3://bucket/run"; each cluster may have
+    another. Needs the extra `remote`, and s3fs for s3, gcsfs for gs."""
 
     remote_rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
     """The most that a cluster copies there, in Mbit/s; null: what the line takes. It may be the
@@ -49,6 +49,11 @@ class CheckpointsConfig(BaseModel):
     remote_end_seconds: float = Field(default=600.0, ge=0, le=3e7)
     """How long the end of a run waits for its last checkpoint to be copied, in seconds; not where
     it is told to end by a signal."""
+
+    @property
+    def is_later(self) -> bool:
+        """Whether something is done with a checkpoint once its save has returned; alike in all."""
+        return self.beside_training or self.remote is not None
 
     def common(self) -> dict[str, Any]:
         """Return what has to be the same in all clusters: which copy, not where to."""
@@ -68,17 +73,6 @@ def check_checkpoints(checkpoints: CheckpointsConfig) -> None:
                 f"dsx.checkpoints.{name}={value!r} has no effect without checkpoints.remote: set "
                 "that, or leave it out"
             )
-
-
-def refuse_remote(checkpoints: CheckpointsConfig, engine: str) -> None:
-    """Raise ConfigError where copies are asked for of saves that hold files of others, too."""
-    if checkpoints.remote is not None:
-        raise ConfigError(
-            f"{REMOTE}={checkpoints.remote!r} is not served with {engine}, which writes files of "
-            "its own beside dsx's: it copies what DeepSpeed's engine.save_checkpoint, Megatron and "
-            "TorchCheckpoints have saved; "
-            "leave it out, and copy what is complete with other means"
-        )
 
 
 def refuse_of_script(checkpoints: CheckpointsConfig) -> None:

@@ -100,7 +100,7 @@ class AgreedSave:
             given.append(ask())
         except Exception as error:  # noqa: BLE001 - a script may raise anything
             failure = error
-            if _is_of_disk(error):
+            if is_of_disk(error):
                 self.note(error)
         own = None if failure is None or self._trouble else f"{type(failure).__name__}: {failure}"
         told = gather_objects(own)
@@ -157,7 +157,7 @@ def _is_ending(handle: Handle) -> bool:
     return handle.is_finished or preemption.is_saving or preemption.asked_saves.is_saving
 
 
-def _is_of_disk(error: Exception) -> bool:
+def is_of_disk(error: Exception) -> bool:
     """Whether something could not be written: torch has no error of its own for that."""
     is_of_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in _OF_TORCH)
     return is_of_torch or isinstance(error, OSError | SafetensorError)

@@ -187,8 +187,8 @@ def attach_megatron(
     `settings`, too, but for those in `clusters.may_differ`; without them those of optimizer and
     model are compared. `vocab_size`: the tokenizer's, without the rows that pad the model's, for
     `dsx export --hf`. `own_part`: where Megatron's checkpoints and their tracker file are, for
-    `checkpoints.remote`. The world must be `init_distributed`'s, and Megatron's parallel state made
-    in it. Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+    `checkpoints.remote` and what it has not ended. The world must be `init_distributed`'s, with
+    Megatron's parallel state. Collective over all clusters: cluster 0's weights go everywhere.
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.
@@ -199,7 +199,7 @@ def attach_megatron(
     """
     if resume and begins_from:
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
-    from dsx.engines.megatron.checkpoint import copy_own_part, load_outer_state
+    from dsx.engines.megatron.checkpoint import follow_own_part, load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
     from dsx.engines.megatron.synchronous import begin_from
@@ -217,7 +217,7 @@ def attach_megatron(
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
-    copy_own_part(handle, own_part)
+    follow_own_part(handle, own_part)
     if handle.joining.is_due:
         expect_joined(handle, before_zero_grad(optimizer))
     if resume:

@@ -83,10 +83,11 @@ def follow_steps(
     preemption.engine = end = EndOfScript(handle, world)
 
     def begin_step() -> None:
-        if checkpoints is not None:
+        is_of_script = preemption.engine is end  # unless a library knows better
+        if is_of_script and checkpoints is not None:
             end.require_served(checkpoints)
         preemption.begin_step()
-        if preemption.engine is end:  # unless somebody knows better
+        if is_of_script:
             preemption.end_if_due()
         handle.rollback.go_back_if_due()
         settle_before_backward(handle)

@@ -106,7 +106,7 @@ class RunFile:
         if self._directory is not None:
             told = self._relative(path)
             for entry in self._document["checkpoints"]:
-                if entry["path"] == told:
+                if entry["path"] == told or entry["path"].startswith(f"{told}/"):
                     entry["copied_to"] = url
             if self._pending is None:
                 self._write()

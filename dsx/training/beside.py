@@ -7,8 +7,8 @@ tag so is whole or not there, and no rank waits for another but within a deadlin
 way at a time: the next one, a load and the end of the run wait for it first. Training learns what
 became of it at the next boundary.
 
-Who deletes older checkpoints, or links to the new one, as soon as a save returns, has it written at
-once (`refuse`), and so has a script of several engines, whose saves are parts of one.
+Who deletes older checkpoints as soon as a save returns has that wait (keeping.py), or has the save
+written at once (`refuse`), as has a script of several engines, whose saves are parts of one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -161,6 +162,11 @@ class Beside:
                 "not done: look at that disk"
             )
         self._tell()
+
+    def settle(self) -> None:
+        """As `wait`, before a library's save begins, which says itself where that does not end."""
+        with suppress(TimeoutError):
+            self.wait()
 
     def wait_together(self) -> None:
         """As `wait`, but TimeoutError on all ranks where one does not end. Collective."""

@@ -8,7 +8,8 @@ checkpoints that come faster than a line carries them the newest ones go. Where 
 copied, training goes on, and the next is tried. As a run ends its last checkpoint is copied, for
 which the end waits a while.
 
-`checkpoints.keep` holds there, too: older ones go once all clusters have K newer ones there.
+`checkpoints.keep` holds there, too: older ones go once all clusters have K newer ones there. What a
+library has deleted on the disk goes there once all clusters have another one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
-from dsx.checkpoint.keep import superfluous
+from dsx.checkpoint.places import Lies, by_cluster
 from dsx.checkpoint.remote import Changed, Remote
 from dsx.config.checkpoints import CheckpointsConfig
 from dsx.core.at_exit import close_at_exit, has_closed
@@ -32,6 +33,7 @@ from dsx.core.progress import Progress
 from dsx.core.waits import waiting_for
 from dsx.outer.sources import Rate
 from dsx.training.notices import Notices
+from dsx.training.old_copies import OldCopies
 from dsx.training.silent_copies import Silence
 
 logger = logging.getLogger(__name__)
@@ -58,10 +60,11 @@ class _Copy:
 
     path: Path
     step: int
+    tag: str
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.path.name, self.step
+        return self.tag, self.step
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class Copying:
     ) -> None:
         self._notices, self._members, self._told = notices, members, told
         self._remote, self._config, self._is_ending = remote, config, is_ending
+        self._old = OldCopies(remote, config.keep, notices.cluster)
         self._rate = Rate(config.remote_rate_mbit)
+        self._lies: Lies = by_cluster  # where a checkpoint's cluster and tag stand in its path
         self._base: Path | None = None  # whose tags are there: one URL, one directory
         self._next: _Copy | None = None  # the newest that all clusters hold
         self._open: _Copy | None = None  # which all copy now
@@ -109,11 +114,16 @@ class Copying:
         self._is_closed = False
         self._ends = threading.Event()  # the engine completes nothing any more
 
+    def take_places(self, lies: Lies) -> None:
+        """Take where checkpoints lie on the disk, before the first is saved."""
+        self._lies = self._remote.lies = lies
+
     def saved(self, path: Path, step: int) -> None:
         """Take a good checkpoint of this cluster, which is complete on its disk."""
         if self._is_of_base(path):
-            self._copied.discard((path.name, step))  # the same step may be saved again, finished
-            self._last = _Copy(path, step)
+            self._last = self._copy_of(path, step)
+            self._copied.discard(self._last.key)  # the same step may be saved again, finished
+            self._old.saved(self._last.tag)
 
     def held_by_all(self, path: Path, step: int) -> None:
         """Take that all clusters have a good checkpoint on their disks; copy it, or after others.
@@ -121,13 +131,17 @@ class Copying:
         At the same boundary in all clusters.
         """
         if self._is_of_base(path):
-            self._next = _Copy(path, step)
+            self._next = self._copy_of(path, step)
             self._begin_if_free()
 
     def holds(self, path: Path) -> bool:
         """Whether a checkpoint is being copied, and so has to stay; from any thread."""
         copy = self._open
         return copy is not None and copy.path == path
+
+    def gone(self, path: Path) -> None:
+        """Take that a library has deleted a checkpoint on the disk; from any thread."""
+        self._old.gone(self._lies(path).tag)
 
     def mark(self, path: Path) -> None:
         """Let the copy of a checkpoint say what its manifest does now, if there is one."""
@@ -149,8 +163,8 @@ class Copying:
         waits_for = self._waits_for & {*self._members()}
         if self._open is not None and waits_for <= self._has.keys():
             if all(self._has[cluster] for cluster in waits_for):
-                self._common.add(self._open.path.name)
-                self._do(partial(self._delete, self._open.path.parent, set(self._common)))
+                self._common.add(self._open.tag)
+                self._do(partial(self._delete, {*self._common}))
             self._open = None
             self._begin_if_free()
         elif self._open is not None:
@@ -211,9 +225,9 @@ class Copying:
 
     def _is_of_base(self, path: Path) -> bool:
         """Whether a tag lies where this run's others do; says so where it does not."""
-        if not path.parent.name.startswith("cluster_"):
+        base, cluster, _ = self._lies(path)
+        if not cluster.startswith("cluster_"):
             return False
-        base = path.parents[1]
         if self._base is None:
             self._base = base
         elif base != self._base:
@@ -222,6 +236,9 @@ class Copying:
                 "name", path, self._remote.url, self._base,
             )  # fmt: skip
         return base == self._base
+
+    def _copy_of(self, path: Path, step: int) -> _Copy:
+        return _Copy(path, step, self._lies(path).tag)
 
     def _begin_if_free(self) -> None:
         if self._open is None and self._next is not None:
@@ -284,7 +301,7 @@ class Copying:
             elif why:
                 self._told.not_copied(copy.path, copy.step, url, why)
             if not self._is_closed:
-                told: dict[str, Any] = {"tag": copy.path.name, "step": copy.step}
+                told: dict[str, Any] = {"tag": copy.tag, "step": copy.step}
                 self._notices.post(_KIND, {**told, "is_there": why == ""})
                 if self._open is not None and copy.key == self._open.key:
                     self._silence.is_done_here()
@@ -304,6 +321,10 @@ class Copying:
             "on", url, sorted(waits_for), seconds,
         )  # fmt: skip
 
+    def _delete(self, common: Collection[str]) -> None:
+        if not self._is_closed:
+            self._old.delete(common)
+
     def _renew(self, path: Path) -> None:
         why = ""
         try:
@@ -322,21 +343,6 @@ class Copying:
             "%s could not be marked (%s): delete it by hand, else a new start on another machine "
             "takes it", self._remote.place_of(path), why,
         )  # fmt: skip
-
-    def _delete(self, directory: Path, common: set[str]) -> None:
-        keep, cluster = self._config.keep, int(directory.name.removeprefix("cluster_"))
-        if keep is None or self._is_closed:
-            return
-        try:
-            for tag in superfluous(self._remote.tags(cluster), common, keep):
-                self._remote.remove(cluster, tag)
-                place = self._remote.place(cluster, tag)
-                logger.info("%s is deleted: checkpoints.keep=%d", place, keep)
-        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
-            logger.warning(
-                "an old checkpoint at %s stays: %s: %s", self._remote.url, type(error).__name__,
-                error,
-            )  # fmt: skip
 
 
 def _is_finished(tag: Path) -> bool:

@@ -88,7 +88,7 @@ class Handle:
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
-        self.not_saved, self.beside, self.remote = self._saving.for_engines
+        self.not_saved, self.beside, self.remote, self.keeping = self._saving.for_engines
         self._saving.complete = self.saved
         self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)
@@ -264,7 +264,7 @@ class Handle:
         self._world.finish()
         # all clusters hold the average while any saves again: some may have nothing to save
         with self.averaged() if any(again for _, again in told) else nullcontext():
-            self._saving.save_again()
+            self._saving.save_again(self.gather)
         self._records.end(self.step, "finished")
         self.preemption.is_finished = True
 

@@ -2,6 +2,10 @@
 
 A cluster tells the others of a good checkpoint beside its next transfer (notices.py): nothing
 waits. Deletion runs on a thread of its own; what cannot be deleted is a warning.
+
+What a library (the Trainer, Lightning, Accelerate) deletes as soon as its save returns waits here
+in the same way, where that save is written beside training, or copied to a remote place: until all
+clusters hold it, and while the older one is being copied.
 """
 
 from __future__ import annotations
@@ -9,17 +13,31 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
 from dsx.checkpoint.keep import counts, remove_tag, superfluous
+from dsx.checkpoint.places import Lies, by_cluster
 from dsx.checkpoint.tags import complete_tags
 from dsx.training.copying import Copying
 from dsx.training.notices import Notices
+from dsx.training.whole import Whole
 
 logger = logging.getLogger(__name__)
 _KIND = "saved"
 _DEADLINE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _PutOff:
+    """What a library would delete; `save` is the number of the save that comes in its place."""
+
+    path: Path
+    delete: Callable[[], object]
+    save: int
 
 
 class Keeping:
@@ -44,21 +62,67 @@ class Keeping:
         self._keep = keep
         self._forget = forget
         self._copying = copying
-        self._directories: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
+        self.lies: Lies = by_cluster  # where a checkpoint's cluster and tag stand in its path
+        self._whole: Whole | None = None
+        self._is_of_library = False
+        self._put_off: list[_PutOff] = []
+        self._is_over = False  # whether all clusters hold a library's last save
+        self._begun = 0  # saves of the library's
+        self._numbers: dict[tuple[str, int], int] = {}  # of them, by tag and step
+        self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
         self._common: dict[Path, set[str]] = {}  # tags that all have, by directory
         self._thread: threading.Thread | None = None
 
+    def serve_library(self, lies: Lies = by_cluster, whole: Whole | None = None) -> None:
+        """Let a library's deletions wait; its checkpoints are tags, or folders `whole` knows.
+
+        Every rank of every cluster calls it alike, before the first save.
+        """
+        self._is_of_library, self.lies, self._whole = True, lies, whole
+        if self._copying is not None:
+            self._copying.take_places(lies)
+
+    def begin(self) -> None:
+        """Take that a library begins a save; `put_off` behind it waits for this one."""
+        self._begun += 1
+
+    def put_off(self, path: Path, delete: Callable[[], object]) -> None:
+        """Let the first rank delete a checkpoint once all clusters hold what was begun last."""
+        if self._is_first:
+            self._put_off.append(_PutOff(path, delete, self._begun))
+
+    def end_of_library(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Delete what has waited, if all clusters hold the last save. Collective over all.
+
+        Once nothing is being written any more; nothing where no library saves.
+        """
+        if not self._is_of_library:
+            return
+        has_last = self._begun in self._numbers.values() or not self._is_first
+        if all(gather(has_last)):
+            self._is_over = True
+            self._delete_put_off(self._begun)
+
     def saved(self, path: Path, step: int) -> None:
+        """Take a complete tag of this cluster: a checkpoint, or a part of a library's."""
+        if self._whole is not None:
+            self._whole.entered(path)
+        else:
+            self.hold(path, step)
+
+    def hold(self, path: Path, step: int) -> None:
         """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
-        if (self._keep is None and self._copying is None) or not self._is_first:
+        is_nobodys = self._keep is None and self._copying is None and not self._is_of_library
+        if is_nobodys or not self._is_first:
             return
         manifest = path / MANIFEST  # none where a script saves by itself
         if manifest.is_file() and counts(read_manifest(manifest)):
-            self._directories[path.name, step] = path.parent
+            key = self.lies(path).tag, step
+            self._paths[key], self._numbers[key] = path, self._begun
             if self._copying is not None:
                 self._copying.saved(path, step)
-            self._notices.post(_KIND, {"tag": path.name, "step": step})
+            self._notices.post(_KIND, {"tag": key[0], "step": step})
 
     def loaded(self, path: Path) -> None:
         """Enter a checkpoint that all clusters have loaded."""
@@ -74,13 +138,14 @@ class Keeping:
         for notice in self._notices.due(_KIND):
             key = (notice.payload["tag"], notice.payload["step"])
             self._having.setdefault(key, set()).add(notice.cluster)
-            directory = self._directories.get(key)
-            if directory is not None and self._having[key] >= {*self._members()}:
-                self._common.setdefault(directory, set()).add(key[0])
+            path = self._paths.get(key)
+            if path is not None and self._having[key] >= {*self._members()}:
+                self._common.setdefault(path.parent, set()).add(key[0])
                 if self._keep is not None:
-                    self._begin(directory)
+                    self._begin(partial(self._delete, path.parent, {*self._common[path.parent]}))
                 if self._copying is not None:
-                    self._copying.held_by_all(directory / key[0], key[1])
+                    self._copying.held_by_all(path, key[1])
+                self._delete_put_off(self._numbers[key])
         if self._copying is not None:
             self._copying.pass_boundary()
 
@@ -90,17 +155,43 @@ class Keeping:
             self._thread.join(_DEADLINE_SECONDS)
         if self._copying is not None:
             self._copying.end()
+        if self._is_over:  # what was being copied
+            due, self._put_off = self._put_off, []
+            self._delete_of_library(due)
 
-    def _begin(self, directory: Path) -> None:
-        before, common = self._thread, set(self._common[directory])
+    def _begin(self, delete: Callable[[], None]) -> None:
+        before = self._thread
 
         def work() -> None:
             if before is not None:
                 before.join()
-            self._delete(directory, common)
+            delete()
 
         self._thread = threading.Thread(target=work, name="old-checkpoints", daemon=True)
         self._thread.start()
+
+    def _delete_put_off(self, save: int) -> None:
+        """Delete what was put off behind this save, or one before; not what is being copied."""
+        copying = self._copying
+        due = [
+            one
+            for one in self._put_off
+            if one.save <= save and not (copying is not None and copying.holds(one.path))
+        ]
+        self._put_off = [one for one in self._put_off if one not in due]
+        if due:
+            self._begin(partial(self._delete_of_library, due))
+
+    def _delete_of_library(self, due: Collection[_PutOff]) -> None:
+        for one in due:
+            try:
+                one.delete()
+            except OSError as error:
+                logger.warning("an old checkpoint stays: %s", error)
+                continue
+            self._forget(one.path)
+            if self._copying is not None:
+                self._copying.gone(one.path)
 
     def _delete(self, directory: Path, common: set[str]) -> None:
         assert self._keep is not None

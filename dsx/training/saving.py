@@ -210,9 +210,9 @@ class Saving:
         self.keeping.close()
 
     @property
-    def for_engines(self) -> tuple[Any, Beside, Remote | None]:
+    def for_engines(self) -> tuple[Any, Beside, Remote | None, Keeping]:
         """What engines save and load with, beside the outer state itself."""
-        return self.not_saved, self.beside, self.remote
+        return self.not_saved, self.beside, self.remote, self.keeping
 
     @property
     def base(self) -> Path | None:
@@ -229,8 +229,11 @@ class Saving:
         finally:
             self._keeps_data, self.before = False, None
 
-    def save_again(self) -> None:
-        """Save what was saved at this step before the run was finished once more."""
+    def save_again(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Save what was saved at this step before the run was finished once more.
+
+        Then a library's deletions need not wait any more. Collective over all clusters.
+        """
         self.beside.close()
         for name, save in self._of_step.items():
             if save is not None:
@@ -242,6 +245,7 @@ class Saving:
                     "handle.saving():`", name,
                 )  # fmt: skip
         self._of_step = {}
+        self.keeping.end_of_library(gather)
 
     @contextmanager
     def naming_last(self) -> Generator[None, None, None]:

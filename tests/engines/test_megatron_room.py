@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dsx.checkpoint.tags import complete_tags
+from dsx.engines.megatron import own_part
 from dsx.engines.megatron.own_part import MegatronPart, latest_iteration, tag_of
 from dsx.engines.megatron_model.dist_checkpoint import TRACKER
 from megatron_patches import checkpoint, room
@@ -114,9 +116,16 @@ class Saving:
         arguments = SimpleNamespace(save=str(directory), **flags)
         place = SimpleNamespace(saving=lambda arguments: nullcontext())
         self._directory, beside = directory, SimpleNamespace(refuse=self.at_once.append)
-        self.handle = SimpleNamespace(beside=beside, saving=nullcontext)
+        beside.settle = lambda: None
+        self.handle = SimpleNamespace(
+            beside=beside, saving=nullcontext, not_saved=lambda path, why: self.told.append(why)
+        )
+        self.others: list[Any] = []  # what the other ranks have met with
+        self.fails: BaseException | None = None
+        of_ranks = SimpleNamespace(gather=lambda what, own: [own, *self.others])
+        world = SimpleNamespace(rank=0, cluster_id=1, in_cluster=lambda: of_ranks)
         self.run: Any = SimpleNamespace(
-            handle=self.handle, world=SimpleNamespace(rank=0, cluster_id=1), tell=self.told.append,
+            handle=self.handle, world=world, tell=self.told.append,
             division=SimpleNamespace(place=place), saved_iteration=None,
         )  # fmt: skip
         monkeypatch.setattr(checkpoint.probe, "training", lambda: self.training)
@@ -134,6 +143,9 @@ class Saving:
         return not self.is_full
 
     def _megatrons(self, iteration: int, model: Any, optimizer: Any) -> None:
+        if self.fails is not None:
+            (self._directory / tag_of(iteration)).mkdir()
+            raise self.fails
         saved(self._directory, iteration, 10)
 
 
@@ -161,6 +173,34 @@ def test_the_last_save_is_known_to_be_done_or_not(
 
 
 @needs("megatron")
+def test_shards_that_megatron_could_not_write_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As core 0.14 and later raise it: on all ranks, and the first one knows why."""
+    saving = Saving(tmp_path, monkeypatch)
+    saving.save(10)
+    full = RuntimeError("Worker failure: [Errno 28] No space left on device: 'x'")
+    saving.fails = CheckpointException("write", {1: (full, Any)})
+    saving.others = [{"of_disk": [], "others": []}]
+    saving.save(20)
+    assert saving.told == [
+        f"iteration 20 is not saved: rank 1: {full}; what was saved before is as it was, and "
+        "training goes on: free some space, or save elsewhere"
+    ]
+    assert saving.run.saved_iteration is None
+    states = tmp_path / "dsx" / "cluster_1"
+    assert set(complete_tags(states)) == {"iter_0000010"}
+    assert not (tmp_path / "iter_0000020").exists() and latest_iteration(tmp_path) == 10
+    saving.others = [None]  # one rank has not failed, and would go on alone
+    with pytest.raises(CheckpointException):
+        saving.save(30)
+    saving.others = [{"of_disk": [], "others": []}]
+    saving.fails = CheckpointException("write", {0: (KeyError("weight"), Any)})
+    with pytest.raises(CheckpointException):
+        saving.save(40)
+
+
+@needs("megatron")
 def test_an_outer_state_that_cannot_be_deleted_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +220,7 @@ def test_a_part_is_complete_once_megatron_has_named_it(tmp_path: Path) -> None:
     part = MegatronPart(tmp_path / "0")
     saved(tmp_path / "0", 10, 100)
     (tmp_path / "0" / "iter_0000020").mkdir()
+    (tmp_path / "0" / "iter_0000020" / "weights").write_text("a half")
     assert part.is_complete("iter_0000010") and not part.is_complete("iter_0000020")
     with pytest.raises(OSError, match="Megatron's part of iter_0000030 is not there with it"):
         part.place("iter_0000030", tmp_path / "nothing")
@@ -188,9 +229,29 @@ def test_a_part_is_complete_once_megatron_has_named_it(tmp_path: Path) -> None:
         fetched.mkdir()
         (fetched / "weights").write_text("fetched")
         part.place(f"iter_{iteration:07d}", fetched)
-        if iteration == 20:  # older than what is named: it may be a half of Megatron's
-            assert fetched.is_dir()
-            continue
         assert not fetched.exists() and latest_iteration(tmp_path / "0") == latest
         assert (tmp_path / "0" / f"iter_{iteration:07d}" / "weights").read_text() == "fetched"
     assert part.is_complete("iter_0000030.replaced")
+
+
+def test_what_megatron_was_killed_in_does_not_count_once_the_tracker_is_above_it(
+    tmp_path: Path,
+) -> None:
+    """Noted as a run starts; until Megatron has written it anew."""
+    part = MegatronPart(tmp_path)
+    saved(tmp_path, 10, 100)
+    saved(tmp_path, 20, 100)
+    (tmp_path / "iter_0000030").mkdir()
+    half = tmp_path / "iter_0000030" / "weights"
+    half.write_text("a half")
+    own_part.note_not_ended(tmp_path)
+    saved(tmp_path, 40, 100)
+    own_part.note_not_ended(tmp_path)  # of a later start
+    names = [f"iter_{iteration:07d}" for iteration in (10, 20, 30, 40)]
+    assert [part.is_complete(name) for name in names] == [True, True, False, True]
+    half.write_text("a whole")
+    assert part.is_complete("iter_0000030")
+    (tmp_path / "iter_0000050").mkdir()
+    (tmp_path / f"{own_part.NOT_ENDED}.tmp").mkdir()  # in the way
+    own_part.note_not_ended(tmp_path)  # ends no run
+    assert not part.is_complete("iter_0000050")

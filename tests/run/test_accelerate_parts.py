@@ -201,7 +201,6 @@ def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) 
         (make_accelerator("FSDP", 1), {}, "fsdp_version=1 is not served by dsx.run"),
         (make_accelerator(save_on_each_node=True), {}, "save_on_each_node=True"),
         (make_accelerator(), {"checkpoints": {"keep": 2}}, "dsx.checkpoints.keep=2 would"),
-        (make_accelerator(), {"checkpoints": {"remote": "s3://b/r"}}, "served with Accelerate"),
         (make_accelerator(), {"divergence": {"max_rollbacks": 1}}, "max_rollbacks=1 is not"),
     ],
 )
@@ -345,13 +344,14 @@ def test_a_loop_beside_training_arguments_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_folders_of_automatic_names(tmp_path: Path) -> None:
-    from dsx.run.accelerate import states
+    from dsx.run.accelerate import saves, states
 
     world: Any = SimpleNamespace(cluster_id=1, rank=0)
     for number in (2, 9, 10):
         (tmp_path / f"checkpoint_{number}" / "cluster_1" / "accelerate").mkdir(parents=True)
     (tmp_path / "checkpoint_2" / "cluster_0").mkdir()
-    states._delete_older(tmp_path / "checkpoint_10", world, 1)
+    for folder in saves.older(tmp_path / "checkpoint_10", 1, 1):
+        saves.remove(folder / "cluster_1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_2"]
     assert not (tmp_path / "checkpoint_2" / "cluster_1").exists()
     base = tmp_path / "checkpoints"

@@ -137,7 +137,6 @@ def make_trainer(strategy: Any = None, **more: Any) -> Any:
             ConfigError, "AsyncCheckpointIO writes a checkpoint after",
         ),
         (make_trainer(), ', "checkpoints": {"keep": 2}', ConfigError, "set ModelCheckpoint"),
-        (make_trainer(), ', "checkpoints": {"remote": "s3://b"}', ConfigError, "with Lightning"),
         (
             make_trainer(), ', "divergence": {"max_rollbacks": 1}', ConfigError,
             "is not served with Lightning",

@@ -32,7 +32,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.copies import bit_sum
-from dsx.engines.megatron.own_part import MegatronPart, tag_of
+from dsx.engines.megatron.own_part import MegatronPart, note_not_ended, tag_of
 from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
@@ -114,9 +114,16 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     )
 
 
-def copy_own_part(handle: Handle, directory: str | Path | None) -> None:
-    """Copy Megatron's own part to the remote place, too, from where Megatron saves to."""
-    if handle.remote is not None and directory is not None:
+def follow_own_part(handle: Handle, directory: str | Path | None) -> None:
+    """Note what Megatron has begun and not ended where it saves to, before it saves there again.
+
+    With a remote place that is what is copied to it, too.
+    """
+    if directory is None:
+        return
+    if _world().rank == 0:
+        note_not_ended(Path(directory))
+    if handle.remote is not None:
         handle.remote.part = MegatronPart(directory)
 
 

@@ -1,17 +1,24 @@
 """Megatron's own part of a checkpoint: `<directory>/iter_<iteration>`, and the tracker beside it.
 
 Megatron names an iteration in `latest_checkpointed_iteration.txt` once its part is whole, with
-`--async-save` some time after the save began.
+`--async-save` some time after the save began. One that it had begun and not ended is noted as a
+run starts: it is none later on either, when the tracker names an iteration above it, unless
+Megatron has written it anew by then.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
-from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.checksums import UNFINISHED, of_text
 from dsx.checkpoint.tags import sync_to_disk, write_durably
 from dsx.engines.megatron_model.dist_checkpoint import TRACKER
+
+NOT_ENDED = "dsx_not_ended.json"  # by tag, what such a folder held
+logger = logging.getLogger(__name__)
 
 
 def latest_iteration(directory: Path) -> int | None:
@@ -34,6 +41,44 @@ def iteration_of(tag: str) -> int | None:
     return int(number) if tag.startswith("iter_") and number.isdecimal() else None
 
 
+def note_not_ended(directory: Path) -> None:
+    """Note which iterations Megatron has begun and not named; on one rank, as a run starts.
+
+    Where that cannot be written a line says what to do.
+    """
+    latest = latest_iteration(directory)
+    begun = [path for path in directory.glob("iter_*") if path.is_dir()]
+    above = {
+        path.name: _content_of(path)
+        for path in begun
+        if (i := iteration_of(path.name)) is not None and (latest is None or i > latest)
+    }
+    there = {path.name for path in begun}
+    before = {tag: held for tag, held in _not_ended(directory).items() if tag in there}
+    if above and {**before, **above} != before:
+        try:
+            write_durably(directory / NOT_ENDED, json.dumps({**before, **above}))
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): delete %s by hand, which Megatron has not ended",
+                directory / NOT_ENDED, error, ", ".join(sorted(above)),
+            )  # fmt: skip
+
+
+def _not_ended(directory: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((directory / NOT_ENDED).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _content_of(folder: Path) -> str:
+    """Return what changes where a folder is written anew."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    told = [(str(p.relative_to(folder)), (s := p.stat()).st_size, s.st_mtime_ns) for p in files]
+    return of_text(json.dumps(told))
+
+
 class MegatronPart:
     """Megatron's parts below one directory, where it saves to."""
 
@@ -48,7 +93,11 @@ class MegatronPart:
         """Whether Megatron has named the iteration, or a later one, and still holds it."""
         latest, iteration = latest_iteration(self._directory), iteration_of(tag)
         is_named = latest is not None and iteration is not None and iteration <= latest
-        return is_named and self.folder(tag).is_dir()
+        folder = self.folder(tag)
+        if not is_named or not folder.is_dir():
+            return False
+        half = _not_ended(self._directory).get(folder.name)
+        return half is None or half != _content_of(folder)
 
     def place(self, tag: str, fetched: Path) -> None:
         """Put what was fetched into Megatron's folder, and name the iteration if it is the newest.
@@ -59,6 +108,7 @@ class MegatronPart:
             return
         if not fetched.is_dir():
             raise OSError(f"Megatron's part of {tag} is not there with it")
+        note_not_ended(self._directory)  # before the tracker may come to name what is above it
         folder, iteration = self.folder(tag), iteration_of(tag)
         arriving = folder.with_name(f"{folder.name}{UNFINISHED}")  # its disk may be another one
         for left in (folder, arriving):  # not complete

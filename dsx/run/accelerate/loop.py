@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import dsx
-from dsx.comm.world import World
+from dsx.comm.world import World, current_world
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
 from dsx.run.accelerate.loaders import require_cut, require_not_made_before, require_shared
 from dsx.run.accelerate.refusals import refuse_settings
+from dsx.run.accelerate.saves import Saves
 from dsx.run.first_step import FirstStep
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
@@ -72,11 +73,23 @@ class Loop:
     session: Session
     trained: list[Trained] = field(default_factory=list)
     prepared: list[tuple[Any, Any]] = field(default_factory=list)  # Accelerators and models
+    saves: list[tuple[Any, Saves]] = field(default_factory=list)  # by Accelerator
     is_saving: bool = False  # inside save_state(), which saves what is the cluster's own
 
     def of(self, accelerator: Any) -> Iterator[Trained]:
         """Yield what an Accelerator trains, in the order in which it was made ready."""
         return (one for one in self.trained if one.accelerator is accelerator)
+
+    def saves_of(self, accelerator: Any) -> Saves:
+        """Return what an Accelerator that trains has saved; made at first."""
+        found = next((saves for owner, saves in self.saves if owner is accelerator), None)
+        if found is None:
+            world = current_world()
+            assert world is not None
+            checkpoints = load_config(self.session.block.resolve()).checkpoints
+            found = Saves(next(self.of(accelerator)).handle, world, checkpoints)
+            self.saves.append((accelerator, found))
+        return found
 
     def open(self, accelerator: Any) -> list[Trained]:
         """Return what of it has not ended."""
@@ -248,6 +261,7 @@ class _Replaced:
             loop.trained.remove(one)
             session.models.remove(one.model)
         loop.prepared = [entry for entry in loop.prepared if entry[0] is not accelerator]
+        loop.saves = [entry for entry in loop.saves if entry[0] is not accelerator]
         return original(accelerator, *objects)
 
     def join_uneven_inputs(self, original: Any, accelerator: Any, *args: Any, **kw: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dsx.config.checkpoints import refuse_remote
 from dsx.config.files import ConfigError
 from dsx.config.schema import DsxConfig
 from dsx.run.replace import around
@@ -37,7 +36,6 @@ def refuse_settings(accelerator: Any, settings: DsxConfig) -> None:
             "accelerator.save_state() has saved: leave it out and set "
             "ProjectConfiguration(total_limit)"
         )
-    refuse_remote(settings.checkpoints, "Accelerate")
     if settings.divergence.max_rollbacks:
         raise ConfigError(
             f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "

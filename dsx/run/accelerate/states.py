@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
+from dsx.run.accelerate.saves import bring
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
 
@@ -50,6 +50,8 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         )
         base = _of_run(Path(base), world)
         loop.is_saving = True
+        saves, handles = loop.saves_of(self), [one.handle for one in trained]
+        saves.begin(cluster_directory(base, world.cluster_id), handles, _num_engines(trained))
         try:
             with _named(self):
                 is_saved = _save(
@@ -57,9 +59,10 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
                 )
         finally:
             loop.is_saving = False
+        saves.written(is_saved)
         limit = settings.total_limit if settings.automatic_checkpoint_naming else None
-        if limit is not None and all(trained[0].handle.gather(is_saved)):
-            _delete_older(base, world, limit)
+        if limit is not None:
+            saves.delete_older(base, limit, is_saved)
         return str(base)
 
     def load_state(
@@ -70,7 +73,18 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         if not trained or world is None:
             return original(self, input_dir, *args, **kwargs)
         is_named = input_dir is not None
-        base = _of_run(Path(input_dir), world) if is_named else _newest(self, trained, world)
+        for one in trained:
+            one.handle.beside.wait_together()  # what is being written may be what is to be loaded
+        handle, count = trained[0].handle, _num_engines(trained)
+        if is_named:
+            base = _of_run(Path(input_dir), world)
+            is_here = _is_complete(_complete_in(base, world), count)
+            bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
+        else:
+            _require_automatic(self)
+            held = _checkpoints(self, world, count).values()
+            bring(handle, world, _automatic_folder(self), [path.name for path in held])
+            base = _newest(self, trained, world)
         with _named(self):
             _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))
 
@@ -95,15 +109,13 @@ def _save(
     directory, handle = cluster_directory(base, world.cluster_id), trained[0].handle
     engines = [one.model for one in trained if one.is_engine]
     asked: list[Any] = []
-    for one in trained:
-        one.handle.beside.refuse("Accelerate")
 
     def save() -> None:
         asked.extend(_save_own(trained, world, directory, engines, of_accelerate))
 
     is_saved = survives(save)
     is_saved = is_saved and all([e.save_checkpoint(str(base), t, **more) for e, t, more in asked])
-    if is_saved:
+    if is_saved and engines:
         handle.saved(directory / TAG)
     return is_saved
 
@@ -122,7 +134,8 @@ def _save_own(
             if not one.is_engine:
                 stack.enter_context(one.handle.saving())
         with on_all_ranks("save_state"):
-            saving = AgreedSave(handle, directory, TAG, world.rank == 0)
+            is_later = not engines  # theirs are written behind this one, beside training
+            saving = AgreedSave(handle, directory, TAG, world.rank == 0, is_later)
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
@@ -136,11 +149,15 @@ def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:
     handle = trained[0].handle
     moments = [o for one in trained if not one.is_engine for o in _inner(one)]
     judged = gather_objects(handle.rollback.judge(tensors_of(moments)))
-    with saving.part():
-        if world.rank == 0:
-            manifest = manifest_of(handle, world, judged, is_preempted=False)
-            complete_tag(saving.final.parent, TAG, manifest)
-    saving.agree()
+    manifest = manifest_of(handle, world, judged, is_preempted=False)
+
+    def finish() -> None:
+        complete_tag(saving.final.parent, TAG, manifest)
+
+    if all(one.is_engine for one in trained):  # it is saved once theirs are
+        saving.do(finish if world.rank == 0 else lambda: None)
+    else:
+        saving.complete(finish)
 
 
 def _load(
@@ -236,7 +253,7 @@ def _checkpoints(accelerator: Any, world: World, num_engines: int) -> dict[int, 
 
     With the part of each engine, which saves behind Accelerate, at the same step.
     """
-    base = Path(accelerator.project_dir) / "checkpoints"
+    base = _automatic_folder(accelerator)
     found = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in base.glob("*")}
     return {
         int(name[1]): path
@@ -264,17 +281,24 @@ def _next_folder(accelerator: Any, trained: list[Trained], world: World) -> Path
             f"checkpoint_{number} exists already in {accelerator.project_dir}/checkpoints; set "
             "ProjectConfiguration(iteration=...) to the number to go on with"
         )
-    return Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{number}"
+    return _automatic_folder(accelerator) / f"checkpoint_{number}"
 
 
 def _num_engines(trained: list[Trained]) -> int:
     return sum(one.is_engine for one in trained)
 
 
-def _newest(accelerator: Any, trained: list[Trained], world: World) -> Path:
-    """Return the folder of the highest number that all clusters have. Collective over all."""
+def _require_automatic(accelerator: Any) -> None:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+
+
+def _automatic_folder(accelerator: Any) -> Path:
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def _newest(accelerator: Any, trained: list[Trained], world: World) -> Path:
+    """Return the folder of the highest number that all clusters have. Collective over all."""
     complete = sorted(_checkpoints(accelerator, world, _num_engines(trained)))
     everyone = trained[0].handle.gather(complete)
     common = set[int].intersection(*map(set, everyone))
@@ -284,20 +308,4 @@ def _newest(accelerator: Any, trained: list[Trained], world: World) -> Path:
             f"no checkpoint in {accelerator.project_dir}/checkpoints is complete in all clusters "
             f"({have}): start without load_state()"
         )
-    return Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{max(common)}"
-
-
-def _delete_older(newest: Path, world: World, limit: int) -> None:
-    """Delete what this cluster holds of automatic names, but for the last few."""
-    if world.rank:
-        return
-    held = [
-        path
-        for path in newest.parent.glob("checkpoint_*")
-        if cluster_directory(path, world.cluster_id).is_dir()
-    ]
-    numbered = sorted(held, key=lambda path: int(path.name.rpartition("_")[2]))
-    for path in numbered[: max(len(numbered) - limit, 0)]:
-        shutil.rmtree(cluster_directory(path, world.cluster_id), ignore_errors=True)
-        with suppress(OSError):  # another cluster's is there still
-            path.rmdir()
+    return _automatic_folder(accelerator) / f"checkpoint_{max(common)}"

@@ -19,16 +19,16 @@ from typing import Any
 from torch import Tensor
 
 import dsx
-from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World, current_world
-from dsx.config.checkpoints import refuse_remote
+from dsx.config.checkpoints import REMOTE
 from dsx.config.files import ConfigError
 from dsx.run.data import cut_for_cluster, is_a_stream, is_shared
 from dsx.run.folders import save_beside
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint
+from dsx.run.hugging_face.saves import Saves, bring
 from dsx.run.hugging_face.sequel import Begun, Part
-from dsx.run.hugging_face.states import begin_from_trainer, show_to_plain, weights_of
+from dsx.run.hugging_face.states import begin_from_trainer, weights_of
 from dsx.run.hugging_face.synchronous import (
     begun_at,
     follow,
@@ -64,6 +64,7 @@ class _Replaced:
         self._callbacks = callbacks
         self._cls: Any = module.Trainer  # type: ignore[attr-defined]
         self._ended: list[Any] = []
+        self._saves: dict[Any, Saves] = {}
         self._begun: Begun | None = None  # where a run without dsx was
         self._weights: dict[str, Tensor] = {}  # of one without DeepSpeed, until they are taken
 
@@ -95,6 +96,7 @@ class _Replaced:
         self._session.trainers.append(trainer)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         asked = given.get(_RESUME) or None
+        bring(trainer.args.output_dir, asked, world, self._settings().checkpoints)
         folder = common_checkpoint(trainer.args.output_dir, asked, world)
         given[_RESUME] = None if folder is None else str(folder)
         self._take_data(trainer, folder, world)
@@ -120,7 +122,7 @@ class _Replaced:
 
     def _take_data(self, trainer: Any, folder: Path | None, world: World) -> None:
         """Cut the data, or what a run without dsx has left of it. Collective over all clusters."""
-        wanted = dsx.load_config(self._session.block.resolve()).clusters.data
+        wanted = self._settings().clusters.data
         self._session.divides_data = True
         self._begun = None
         begins = folder is not None and is_plain(folder)
@@ -169,13 +171,18 @@ class _Replaced:
                 "TrainingArguments(save_on_each_node=True): the ranks of a cluster share a "
                 "directory; leave it out"
             )
-        settings = dsx.load_config(self._session.block.resolve())
+        settings = self._settings()
         if settings.checkpoints.keep is not None:
             raise ConfigError(
                 f"dsx.checkpoints.keep={settings.checkpoints.keep} would delete what the Trainer's "
                 "checkpoint folders hold: leave it out and set TrainingArguments(save_total_limit)"
             )
-        refuse_remote(settings.checkpoints, "the Trainer")
+        if settings.checkpoints.remote is not None and trainer.args.save_only_model:
+            raise ConfigError(
+                "TrainingArguments(save_only_model=True) saves nothing that a run goes on from, "
+                f"which is what {REMOTE}={settings.checkpoints.remote!r} has copies of: leave one "
+                "of them out"
+            )
         if settings.divergence.max_rollbacks:
             raise ConfigError(
                 f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served "
@@ -230,32 +237,21 @@ class _Replaced:
         handle = handle_of(trainer)
         if handle is None:
             return original(*args, **kwargs)
-        handle.beside.refuse("the Trainer")
         folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         if self._begun is not None and trainer.args.should_save:
             self._begun.write(folder)  # before the checkpoint is complete
-        is_function = hasattr(self._module, "rotate_checkpoints")  # of version 5, else a method
-        owner = self._module if is_function else trainer
-        name = "rotate_checkpoints" if is_function else "_rotate_checkpoints"
-        rotate = original_of(owner, name)
-        asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        return self._saves_of(trainer, handle).save(folder, lambda: original(*args, **kwargs))
 
-        def put_off(*args: Any, **how: Any) -> None:
-            asked.append((args, how))
+    def _saves_of(self, trainer: Any, handle: Handle) -> Saves:
+        if trainer not in self._saves:
+            world = current_world()
+            assert world is not None
+            self._saves[trainer] = saves = Saves(self._module, trainer, handle, world)
+            saves.serve(self._settings().checkpoints)
+        return self._saves[trainer]
 
-        setattr(owner, name, put_off)
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            setattr(owner, name, rotate)
-        if trainer.args.should_save:
-            show_to_plain(folder, handle.cluster_id)
-        if trainer.args.save_total_limit and not handle.preemption.is_saving:
-            own = cluster_directory(folder, handle.cluster_id)
-            if all(handle.gather(bool(complete_tags(own)))):
-                for given, how in asked:
-                    rotate(*given, **how)
-        return result
+    def _settings(self) -> Any:
+        return dsx.load_config(self._session.block.resolve())
 
     def load_best_model(self, original: Callable[..., Any], trainer: Any) -> Any:
         """Go back to the best checkpoint, one for all clusters, which have ended training."""

@@ -7,6 +7,10 @@ which `X.ckpt` links to: a run that is killed while it saves has both of one ste
 
 What was saved holds the average, as evaluation saw it; a cluster that goes on from it takes its own
 weights back from the outer state.
+
+With `checkpoints.beside_training` the outer state, and a file of Lightning's, are written while
+training goes on: `X.ckpt` is there once all of it is. What a ModelCheckpoint deletes then, or with
+a remote place, waits until all clusters hold what comes in its place.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
 from dsx.run.folders import move_into
 from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
+from dsx.run.lightning.own_file import OwnFile
 from dsx.run.lightning.places import own_place
 from dsx.training.manifest import manifest_of
 
@@ -39,7 +44,9 @@ def replace_checkpoints(root: str) -> None:
     """Let a Trainer save with the outer state, and delete once all clusters have the next one."""
     module = modules_of(root)
     around(module("trainer.trainer").Trainer, "save_checkpoint", _save)
-    around(module("callbacks.model_checkpoint").ModelCheckpoint, "_remove_checkpoint", _remove)
+    callback = module("callbacks.model_checkpoint").ModelCheckpoint
+    around(callback, "_remove_checkpoint", _remove)
+    around(callback, "file_exists", _exists)
 
 
 def writes_folder(strategy: Any) -> bool:
@@ -98,6 +105,8 @@ class _Tag:
         if not self._progress:
             self._progress = {n: checkpoint[n] for n in _OF_PROGRESS if n in checkpoint}
         checkpoint.update(self._progress)
+        self._fit.require_handle().beside.settle()
+        self._fit.require_handle().keeping.begin()
         if has_engine(self._trainer.strategy):
             self._fit.is_saved = self._write_engine(checkpoint)
         else:
@@ -110,7 +119,6 @@ class _Tag:
         state = {name: value for name, value in checkpoint.items() if name not in of_engine}
         handle = self._fit.require_handle()
         handle.on_preemption(lambda _: state)  # asked for this save alone
-        handle.beside.refuse("Lightning")
         return strategy.model.save_checkpoint(
             str(self._path.parents[1]),
             tag=self._path.name,
@@ -122,9 +130,12 @@ class _Tag:
         strategy, world = self._trainer.strategy, self._fit.world
         handle = self._fit.require_handle()
         directory, tag = self._path.parent, tag_of(self._path, strategy)
-        saving = AgreedSave(handle, directory, tag, world.rank == 0)
-        place = saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE
-        saving.do(lambda: strategy.save_checkpoint(checkpoint, str(place), self._options))
+        saving = AgreedSave(handle, directory, tag, world.rank == 0, may_be_later=True)
+        place = str(saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE)
+        if writes_folder(strategy):  # together, by collectives of the training's own
+            saving.do(lambda: strategy.save_checkpoint(checkpoint, place, self._options))
+        else:
+            saving.do(lambda: handle.beside.write(self._own_file(checkpoint, place)))
         saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         manifest = manifest_of(handle, world, judged)
@@ -132,12 +143,21 @@ class _Tag:
         def finish() -> None:
             complete_tag(directory, tag, manifest)
             if not writes_folder(strategy):
-                _link(directory / tag / FILE, self._path)
+                link(directory / tag / FILE, self._path)
 
         saving.complete(finish)
 
+    def _own_file(self, checkpoint: dict[str, Any], place: str) -> OwnFile:
+        trainer, options = self._trainer, self._options
 
-def _link(file: Path, path: Path) -> None:
+        def write(held: Any) -> None:
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            trainer.strategy.save_checkpoint(held, place, options)
+
+        return OwnFile(checkpoint, write, trainer.is_global_zero)
+
+
+def link(file: Path, path: Path) -> None:
     """Let `path` be a file of a tag, at once; a copy where there are no links."""
     beside = path.with_name(f".{path.name}.link")
     beside.unlink(missing_ok=True)
@@ -174,14 +194,29 @@ def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath:
         return
     tag = Path(filepath).with_name(tag_of(Path(filepath), trainer.strategy))
     handle = fit.require_handle() if fit.is_training else None
-    is_told_to_end = handle is not None and handle.preemption.is_saving
-    if handle is not None and not is_told_to_end and not all(handle.gather(fit.is_saved)):
-        return  # what was not saved has been told
+
+    def delete() -> None:
+        if trainer.is_global_zero:
+            (tag / MANIFEST).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if tag != Path(filepath):
+                    shutil.rmtree(tag)
+        original(trainer, filepath)
+
     if fit.resume == tag:
         return  # what the run has come from stays, as Lightning has it
-    if trainer.is_global_zero:
-        (tag / MANIFEST).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            if tag != Path(filepath):
-                shutil.rmtree(tag)
-    original(trainer, filepath)
+    if handle is not None and not handle.preemption.is_saving:
+        if fit.puts_off:
+            handle.keeping.put_off(tag, delete)
+            return
+        if not all(handle.gather(fit.is_saved)):
+            return  # what was not saved has been told
+    delete()
+
+
+def _exists(original: Callable[..., Any], callback: Any, filepath: Any, trainer: Any) -> bool:
+    """Say whether a name is taken: also by what is being written beside training."""
+    fit = fit_of(trainer)
+    if fit is not None and fit.is_training:
+        fit.require_handle().beside.settle()
+    return bool(original(filepath, trainer))

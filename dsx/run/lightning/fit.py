@@ -31,6 +31,7 @@ class Fit:
         self.is_agreed = False  # whether all clusters stop
         self.is_ended = False
         self.is_saved = True  # whether this cluster's last checkpoint could be written
+        self.checkpoints = dsx.load_config(session.block.resolve()).checkpoints
         self.resume: Path | None = None  # the directory of the tag that training goes on from
         self.resume_tag = ""  # its name, the same in all clusters
         self.weights_only: bool | None = None  # as fit() was told, for the checkpoint it loads
@@ -42,12 +43,22 @@ class Fit:
         """Whether there is an engine, and a step may follow."""
         return self.handle is not None and not self.is_ended
 
+    @property
+    def puts_off(self) -> bool:
+        """Whether what a ModelCheckpoint deletes waits for what comes in its place."""
+        return self.checkpoints.is_later
+
     def attach(self, strategy: Any) -> None:
         """Attach what a strategy has made. Collective over all ranks of all clusters."""
+        self.handle = self._attached(strategy)
+        if self.puts_off:
+            self.handle.keeping.serve_library()
+
+    def _attached(self, strategy: Any) -> Handle:
         self.session.divides_data = True
         self.handle = getattr(strategy.model, "dsx", None)
         if self.handle is not None:
-            return
+            return self.handle
         if has_engine(strategy):
             raise RouteNotTaken(
                 'Lightning\'s DeepSpeedStrategy has made an engine without the "dsx" block: give '
@@ -57,6 +68,7 @@ class Fit:
         self.handle = dsx.attach(strategy.model, strategy.optimizers, config=config)
         if self.resume is None:
             self.watch_weights(strategy)
+        return self.handle
 
     def watch_weights(self, strategy: Any) -> None:
         """Let the first step be an error if the weights are others by then; not with an engine.

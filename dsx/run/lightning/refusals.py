@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import dsx
-from dsx.config.checkpoints import refuse_remote
 from dsx.config.files import ConfigError
 from dsx.run.lightning.fit import Fit, has_engine
 from dsx.run.session import RouteNotTaken
@@ -54,7 +53,6 @@ def refuse(trainer: Any, fit: Fit) -> None:
             "out of Trainer(plugins=...)"
         )
     settings = dsx.load_config(fit.session.block.resolve())
-    refuse_remote(settings.checkpoints, "Lightning")
     if settings.checkpoints.keep is not None:
         raise ConfigError(
             f"dsx.checkpoints.keep={settings.checkpoints.keep} would delete what ModelCheckpoint "

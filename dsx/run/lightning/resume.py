@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.remote import open_remote
 from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.resume_point import choose
-from dsx.run.lightning.checkpoints import FILE, tag_of, writes_folder
+from dsx.run.lightning.checkpoints import FILE, SUFFIX, link, tag_of, writes_folder
 from dsx.run.lightning.fit import Fit, fit_of, has_engine, is_fitting
 from dsx.run.lightning.hooks import around, known_to, modules_of
 from dsx.run.lightning.places import base_of_checkpoints, own_place
@@ -57,6 +58,7 @@ def _select(
     base, source, tag = found
     fit.resume = cluster_directory(base, source) / tag
     _require_same_number(fit)
+    _link_again(fit)
     fit.resume_tag = fit.world.rendezvous.gather("tag to go on from", tag)[0]
     return str(fit.resume if writes_folder(trainer.strategy) else fit.resume / FILE)
 
@@ -78,13 +80,14 @@ def _common(fit: Fit, bases: list[Path], wanted: str | None) -> tuple[Path, int,
 
     None where none is wanted by name, and no cluster has any.
     """
-    rendezvous = fit.world.rendezvous
+    rendezvous, remote = fit.world.rendezvous, open_remote(fit.checkpoints)
     chosen: list[tuple[int, Path, int, str]] = []
     for base in bases:
         try:
             source, tag = choose(
-                lambda value: rendezvous.gather("checkpoints", value), fit.world, base, wanted
-            )
+                lambda value: rendezvous.gather("checkpoints", value), fit.world, base, wanted,
+                remote=remote if base == bases[0] else None,  # of one folder
+            )  # fmt: skip
         except FileNotFoundError:
             if wanted is not None or _has_any(base, fit):
                 raise
@@ -95,6 +98,15 @@ def _common(fit: Fit, bases: list[Path], wanted: str | None) -> tuple[Path, int,
         return None
     _, base, source, tag = max(chosen, key=lambda one: one[0])
     return base, source, tag
+
+
+def _link_again(fit: Fit) -> None:
+    """Let a file that came from a remote place have its name in the folder again."""
+    tag = fit.resume
+    assert tag is not None
+    path = tag.with_name(tag.name.removesuffix(SUFFIX))
+    if fit.world.rank == 0 and path != tag and not path.exists():
+        link(tag / FILE, path)
 
 
 def _has_any(base: Path, fit: Fit) -> bool:
