@@ -89,8 +89,8 @@ def write_megatron(model: MegatronModel, out: Path, dtype: torch.dtype) -> list[
     # nothing is read ahead: weights are in memory one at a time
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
     with warnings.catch_warnings():  # that there is one process alone, as there is to be
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is .*single process", UserWarning)
+        save({}, storage_writer=writer, planner=planner)
     common = {
         "checkpoint_version": 3.0, "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
