@@ -1,0 +1,29 @@
+"""`fully_shard` on CPUs with torch 2.6, which has it for accelerators alone.
+
+Its streams of a CPU record no events, and it asks gloo for a mean, which gloo of that release does
+not form. Later releases need nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+
+def serve_fsdp2() -> None:
+    """Let this process's `fully_shard` train on the CPU, over gloo, whichever torch it is."""
+    stream: Any = torch.cpu.Stream
+    if hasattr(stream, "record_event"):
+        return
+    stream.record_event = lambda self: None
+    stream.wait_event = lambda self, event: None
+    name = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    collectives: Any = importlib.import_module(name)
+    collectives._get_gradient_divide_factors = _sum_then_divide
+
+
+def _sum_then_divide(shards: Any, copies: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """Return what gradients are divided by before they are summed up, and after."""
+    return 1.0, float(shards.size() * (copies.size() if copies is not None else 1))
