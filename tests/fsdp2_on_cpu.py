@@ -20,7 +20,7 @@ def serve_fsdp2() -> None:
     stream: Any = torch.cpu.Stream
     if hasattr(stream, "record_event"):
         return
-    stream.record_event = lambda self: None
+    stream.record_event = lambda self: torch.cpu.Event()
     stream.wait_event = lambda self, event: None
     name = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
     collectives: Any = importlib.import_module(name)

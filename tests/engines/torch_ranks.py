@@ -267,7 +267,7 @@ def refusals() -> dict[str, str]:
     """Return what is said of placements that are not served."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (RANKS,))
     columns, ignored, parallel, flat = Net(0), Net(0), Net(0), Net(0)
@@ -276,7 +276,7 @@ def refusals() -> dict[str, str]:
     leaves_out = "ignored_params" in inspect.signature(fully_shard).parameters  # not torch 2.6
     fully_shard(ignored, mesh=mesh, **({"ignored_params": {ignored.gain}} if leaves_out else {}))
     both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
-    parallelize_module(parallel, both["tensor"], {"layers.0": ColwiseParallel()})
+    parallelize_module(parallel, both["tensor"], {"layers.0": RowwiseParallel()})
     fully_shard(parallel, mesh=both["data"])
     alone = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("apart", "alone"))["alone"]
     apart = Net(0)
