@@ -41,8 +41,9 @@ class Part:
 
 
 _RELEASES = f"{_ENGINES}/test_deepspeed_releases.py"
-_MARKED = {"megatron": "slow", "deepspeed": "not slow and not gpu"}  # of the tests; else:
-_FAST = "not ci and not slow and not gpu"
+_RANKS, _FILES = f"{_ENGINES}/test_torch_ranks.py", f"{_ENGINES}/test_torch_checkpoints"
+_MARKED = {"megatron": "slow"}  # of the tests; else:
+_FAST = "not slow and not gpu"
 _TRAINS = f"{_SCRIPT}::test_an_unmodified_script_trains_and_resumes"
 _REFUSED = f"{_SCRIPT}::test_what_is_refused_is_named"
 PARTS: Mapping[str, Mapping[str, Part]] = {
@@ -82,15 +83,25 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     },
     "torch": {
         "trained": Part(
-            ("tests/method", "tests/compress", f"{_ENGINES}/test_torch.py"),
-            (f"{_ENGINES}/test_torch.py",),
+            ("tests/method", "tests/compress", f"{_ENGINES}/test_torch.py",
+             f"{_RANKS}::test_copies_under_ddp", f"{_RANKS}::test_shards_of_fsdp2",
+             f"{_ENGINES}/test_deepspeed.py", f"{_ENGINES}/test_megatron.py"),
+            (f"{_ENGINES}/test_torch.py", f"{_RANKS}::test_copies_under_ddp",
+             f"{_RANKS}::test_shards_of_fsdp2",
+             f"{_RELEASES}::test_a_release_trains_as_the_reference"),
         ),
         "resumed": Part(
-            (f"{_ENGINES}/test_torch_ranks.py", "tests/checkpoint"),
-            (f"{_ENGINES}/test_torch_ranks.py",),
+            ("tests/checkpoint", f"{_RANKS}::test_replicas_of_shards",
+             f"{_RANKS}::test_shards_go_on_as_copies_and_read_what_is_written",
+             f"{_FILES}.py", f"{_FILES}_reads.py", f"{_FILES}_killed.py",
+             f"{_RELEASES}::test_a_release_goes_on_bit_for_bit",
+             f"{_ENGINES}/test_megatron_checkpoint.py", f"{_ENGINES}/test_megatron_dist.py"),
+            (f"{_FILES}.py", f"{_RANKS}::test_shards_go_on_as_copies_and_read_what_is_written",
+             f"{_RELEASES}::test_a_release_goes_on_bit_for_bit"),
         ),
         "refusals": Part(
-            (f"{_ENGINES}/test_settings.py",), (f"{_ENGINES}/test_settings.py",)
+            (f"{_ENGINES}/test_settings.py", f"{_FILES}_refusals.py"),
+            (f"{_ENGINES}/test_settings.py", f"{_FILES}_refusals.py"),
         ),
     },
 }  # fmt: skip

@@ -33,6 +33,7 @@ def preload(
     *names: str, first: Callable[[], None] | None = None, last: Callable[[], None] | None = None
 ) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
+    os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts threads where its compiler is imported
     before = dict(os.environ)
     if first is not None:
         first()

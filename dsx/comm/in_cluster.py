@@ -47,7 +47,9 @@ class InCluster:
             with self._waiting("connecting"):
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
                 self._connect()
-            self._group.set_timeout(timedelta(seconds=deadline_seconds))
+            group = self._group  # torch 2.6 has the second name alone
+            set_timeout = getattr(group, "set_timeout", None) or group._set_default_timeout
+            set_timeout(timedelta(seconds=deadline_seconds))
         self._deadline_seconds = deadline_seconds
 
     def _connect(self) -> None:

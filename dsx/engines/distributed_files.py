@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+from torch.utils._pytree import tree_map
 
 from dsx.engines.noted_files import new_noting_writer
 
@@ -61,6 +62,8 @@ class EnginePart:
         """Copy all, and let it be written: training is about to go on."""
         more: dict[str, Any] = {} if self._stager is None else {"async_stager": self._stager}
         more |= {"storage_writer": new_noting_writer(self._path)}
+        if not hasattr(staging, "DefaultStager"):
+            self._state = tree_map(_apart, self._state)
         given: Any = dcp.async_save(
             self._state, checkpoint_id=self._path, process_group=self._group, **more
         )
@@ -96,6 +99,15 @@ class EnginePart:
             why = getattr(own[0], "strerror", None) or f"{type(own[0]).__name__}: {own[0]}"
             where = getattr(own[0], "filename", None)
             raise OSError(getattr(own[0], "errno", None), why, where or self._path) from error
+
+
+def _apart(value: Any) -> Any:
+    """Return a copy of a tensor on the CPU: torch 2.6 copies those of devices alone.
+
+    It would write the others from where they lie, which the next step changes.
+    """
+    is_there = isinstance(value, Tensor) and value.device.type == "cpu"
+    return value.detach().clone() if is_there else value
 
 
 def new_stager(device: torch.device) -> Any:

@@ -212,7 +212,7 @@ class Net(nn.Module):
         x = x * self.gain
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return F.mse_loss(x.float(), y)
+        return F.mse_loss(x.float(), y.float())
 
 
 def make_pipeline(seed: int, num_stages: int) -> Any:

@@ -120,7 +120,7 @@ def tensors_of(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         else torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
     }
-    load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader)
     tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
     return tensors, {name: state[name] for name in state.keys() - tensors.keys()}
 

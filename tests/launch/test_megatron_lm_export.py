@@ -47,7 +47,7 @@ def of_megatron(directory: Path) -> dict[str, Tensor]:
         and hasattr(entry, "size")
         and "_extra_state" not in name
     }
-    load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader)
     return state
 
 

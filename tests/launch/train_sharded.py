@@ -11,9 +11,11 @@ import torch  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import dsx  # noqa: E402
+from tests.fsdp2_on_cpu import serve_fsdp2  # noqa: E402
 from tests.launch.until_stopped import arguments, train  # noqa: E402
 from tests.tiny import TinyNet, batch  # noqa: E402
 
+serve_fsdp2()
 args = arguments()
 world = dsx.init_distributed(args.deepspeed_config, args)
 model = TinyNet(world.cluster_id)

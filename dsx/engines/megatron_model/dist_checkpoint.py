@@ -7,6 +7,7 @@ own optimizer, at iteration 0.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
@@ -89,8 +90,8 @@ def write_megatron(model: MegatronModel, out: Path, dtype: torch.dtype) -> list[
     # nothing is read ahead: weights are in memory one at a time
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
     with warnings.catch_warnings():  # that there is one process alone, as there is to be
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        warnings.filterwarnings("ignore", "torch.distributed is .*single process", UserWarning)
+        save({}, storage_writer=writer, planner=planner)
     common = {
         "checkpoint_version": 3.0, "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
@@ -150,6 +151,7 @@ class _Streamed(SavePlanner):
         piece = self._pieces[write_item.index.fqn, tuple(write_item.index.offset)]
         if self._last is None or self._last[0] != piece.source:
             self._last = None  # before the next is read
+            gc.collect(1)  # torch 2.6 leaves what it has saved in a cycle of references
             self._last = piece.source, self._model.tensor(piece.source)
         made = piece.form(self._last[1]).to(self._dtype)
         self._progress.moved(made.numel() * made.element_size())

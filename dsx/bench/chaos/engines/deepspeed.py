@@ -38,6 +38,7 @@ _IMPORTS = (
 def warm() -> None:
     """Import what ranks need."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # the bench hides GPUs, which DeepSpeed would look for
+    os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts threads where its compiler is imported
     for name in _IMPORTS:
         importlib.import_module(name)
     ops: Any = importlib.import_module("deepspeed.ops")
