@@ -143,6 +143,8 @@ class Compressor(Protocol):
     """Whether shards have to be put together before coding."""
     captures_spectrum: ClassVar[bool] = False
     """Whether its channels tell of the rank, by `spectrum`."""
+    takes_turns: ClassVar[bool] = False
+    """Whether a rank's fragments are coded one at a time: each in all of the work space."""
     encodes_at_launch: ClassVar[bool] = False
     """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
 

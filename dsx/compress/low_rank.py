@@ -88,6 +88,7 @@ class LowRank(Quantized):
 
     captures_spectrum = True
     needs_whole_matrices = True
+    takes_turns = True
     encodes_at_launch = False  # what factors carry of a cluster is known once the mean P is there
 
     def validate(self) -> None:

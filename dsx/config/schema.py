@@ -29,6 +29,7 @@ from dsx.config.sections import (
     COMMON,
     Block,
     ClustersConfig,
+    CodingConfig,
     DivergenceConfig,
     GuardConfig,
     StateConfig,
@@ -57,6 +58,7 @@ class DsxConfig:
     clusters: ClustersConfig
     metrics: MetricsConfig
     state: StateConfig
+    coding: CodingConfig
     link: LinkConfig
     checkpoints: CheckpointsConfig
     divergence: DivergenceConfig
@@ -86,6 +88,7 @@ class DsxConfig:
             "clusters": self.clusters.model_dump(mode="json"),
             "metrics": metrics,
             "state": self.state.model_dump(),
+            "coding": self.coding.model_dump(),
             "link": self.link.model_dump(),
             "checkpoints": self.checkpoints.model_dump(),
             "divergence": {
@@ -149,6 +152,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         clusters=block.clusters,
         metrics=with_new_keys(block.metrics, file),
         state=block.state,
+        coding=block.coding,
         link=block.link,
         checkpoints=block.checkpoints,
         divergence=block.divergence,

@@ -192,6 +192,16 @@ class StateConfig(BaseModel):
         return f"with the {self.device}" if self.dir is None else f"on disk, in {self.dir}"
 
 
+class CodingConfig(BaseModel):
+    """What codes, factors and sums of transfers may take of a host."""
+
+    model_config = _STRICT
+
+    cores: int | None = Field(default=None, ge=1, le=4096)
+    """The most cores that a rank's coding threads keep busy; null: those of its own that training
+    leaves, at least one."""
+
+
 class Block(BaseModel):
     """The "dsx" block as it is written: axes hold what overrides the preset, and are read later."""
 
@@ -226,6 +236,9 @@ class Block(BaseModel):
 
     state: StateConfig = StateConfig()
     """Where the outer state lives."""
+
+    coding: CodingConfig = CodingConfig()
+    """What coding may take of a host."""
 
     link: LinkConfig = LinkConfig()
     """How a transfer uses the network."""

@@ -5,7 +5,8 @@ policy and the staleness penalty, its channel to the other clusters with the cod
 that was before the attempt under way), and what the transfers that may be under way at a time take
 turns with (arenas.py): on the host (pinned when the state is on an accelerator) vectors for what is
 sent and what travels, sidebands of both, and where the masters are what the delay policy keeps.
-With a `folder`, in files there: all but what travels, codes, and what is worked in.
+With a folder among the `resources`, in files there: all but what travels, codes, and what is
+worked in.
 Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
 Nothing is allocated after the first round.
 """
@@ -13,8 +14,8 @@ Nothing is allocated after the first round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -30,6 +31,7 @@ from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
+from dsx.outer.resources import Resources
 from dsx.outer.sideband import Sideband, sideband_shape
 
 
@@ -61,10 +63,13 @@ class StateStore:
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
         seat: Seat,
-        folder: Path | None = None,
+        resources: Resources | None = None,
     ) -> None:
+        resources = resources or Resources()
+        folder, cores = resources.folder, resources.cores
         fragments = adapter.fragments
         self.device = adapter.device
+        self.cores = cores
         pin = PinnedMemory() if adapter.pins_host_memory else None
         self.is_on_disk = folder is not None
         disk = None if folder is None else MappedMemory(folder)
@@ -103,6 +108,7 @@ class StateStore:
                 seat,
                 self._opening,
                 method.max_norm_ratio,
+                nullcontext if cores is None else cores.turn,
             )
             for f in on_the_wire
         ]

@@ -1,0 +1,70 @@
+"""On how many cores a rank codes: those of its own that training leaves.
+
+A rank's own cores are those of its affinity mask, and of its container's share of the machine. With
+the launcher's mask they are shared by all ranks that it has started here; one that is bound to
+cores of its own has those alone. Training keeps what torch computes with on its thread, and where
+the model is on an accelerator two: the thread that launches kernels, and that of the backward.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dsx.config.schema import DsxConfig
+from dsx.core.cores import CodingCores
+from dsx.outer.resources import Resources
+
+_OF_AN_ACCELERATOR = 2
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def resources_of(config: DsxConfig, num_fragments: int) -> Resources:
+    """Return what this rank may use, of whose fragments it sends so many.
+
+    Called by its training thread. ValueError for more cores than this process may run on.
+    """
+    return Resources(config.state.folder, _coding_cores(config, num_fragments))
+
+
+def _coding_cores(config: DsxConfig, num_fragments: int) -> CodingCores:
+    here, ranks = cores_here()
+    cores = config.coding.cores
+    if cores is None:
+        cores = max(1, here // ranks - _kept_by_training())
+    elif cores > here:
+        raise ValueError(
+            f"coding.cores={cores}: this process may run on {here}, by its affinity and its "
+            f"container; give 1 to {here}, or leave it out"
+        )
+    at_once = 1 if config.method.compression.takes_turns else max(1, num_fragments)
+    return CodingCores(cores, at_once)
+
+
+def cores_here(quota: Path = _QUOTA) -> tuple[int, int]:
+    """Return the cores that this process may run on, and how many ranks share them."""
+    own = os.sched_getaffinity(0)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    with suppress(OSError):  # no such process any more, or another user's
+        if own != os.sched_getaffinity(os.getppid()):
+            ranks = 1
+    limit = _quota_cores(quota)
+    if limit is not None and limit < len(own):
+        return limit, ranks
+    return len(own), ranks
+
+
+def _quota_cores(quota: Path) -> int | None:
+    """Return the whole cores of a container's share, at least one; None without a limit."""
+    with suppress(OSError, ValueError):
+        allowed, period = quota.read_text().split()
+        return max(1, math.floor(int(allowed) / int(period)))
+    return None
+
+
+def _kept_by_training() -> int:
+    return _OF_AN_ACCELERATOR if torch.cuda.is_initialized() else torch.get_num_threads()
