@@ -149,6 +149,11 @@ class Compressor(Protocol):
     """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
 
     @property
+    def makes_factors(self) -> bool:
+        """Whether it makes factors, which an accelerator can make to the same means."""
+        return False
+
+    @property
     def is_fine(self) -> bool:
         """Whether means have, but for some percent, the energy of those of the values."""
         return self.is_exact
@@ -222,6 +227,10 @@ class Compressor(Protocol):
         self, fragment: Fragment, num_clusters: int, max_rank: int
     ) -> Mapping[str, Sizes]:
         """Return what a fragment needs, by role and cluster, of what all take turns with."""
+        return {}
+
+    def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
+        """Return the bytes that factors are made in on an accelerator, by role."""
         return {}
 
     def shared_work_bytes(self, fragment: Fragment) -> int:

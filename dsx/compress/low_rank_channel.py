@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
+from dsx.compress.factor_products import HostProducts, SideProducts
 from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import Owners, factor_owners, factor_sizes, two_sides
@@ -51,8 +52,9 @@ class LowRankChannel:
         # a round has factors or, of the same matrices, codes
         memory = self._memory(taken, zip(ranks, owners, strict=True))
         messages = Overlay(memory, opening.buffers)
+        products = HostProducts() if opening.side is None else SideProducts(opening.side)
         self._matrices = [
-            LowRankMatrix(s, rank, seat, by, opening, method, messages)
+            LowRankMatrix(s, rank, seat, by, opening, method, messages, products)
             for s, rank, by in zip(taken, ranks, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0, opening)

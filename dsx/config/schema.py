@@ -35,6 +35,7 @@ from dsx.config.sections import (
     StateConfig,
     check_address,
     check_clusters,
+    check_coding,
     check_divergence,
     check_state,
 )
@@ -144,6 +145,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     check_metrics(block.metrics, block.clusters.num_clusters)
     check_divergence(block.divergence)
     check_state(block.state)
+    check_coding(block.coding, method.compression, axes["compression"]["type"])
     check_checkpoints(block.checkpoints)
     check_address(block.clusters)
     check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)

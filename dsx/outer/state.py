@@ -14,7 +14,6 @@ Nothing is allocated after the first round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
 
@@ -32,7 +31,7 @@ from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.resources import Resources
-from dsx.outer.sideband import Sideband, sideband_shape
+from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
 
 
 @dataclass
@@ -65,15 +64,15 @@ class StateStore:
         seat: Seat,
         resources: Resources | None = None,
     ) -> None:
-        resources = resources or Resources()
-        folder, cores = resources.folder, resources.cores
+        self.resources = resources = resources or Resources()
         fragments = adapter.fragments
         self.device = adapter.device
-        self.cores = cores
         pin = PinnedMemory() if adapter.pins_host_memory else None
-        self.is_on_disk = folder is not None
-        disk = None if folder is None else MappedMemory(folder)
+        self.is_on_disk = resources.folder is not None
+        disk = None if resources.folder is None else MappedMemory(resources.folder)
         self.allocator = Allocator(adapter.device, pin, disk)
+        if resources.side is not None:
+            self.allocator.adopt("factors", resources.side.buffers)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
         self._anchors = self.allocator.buffers("anchor")
@@ -85,11 +84,8 @@ class StateStore:
             _make_slots(method, f, count, self._of_policies)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
-        shapes = [
-            sideband_shape(method, f, count, len(seat.membership.places))
-            for f, count in zip(fragments, num_tensors, strict=True)
-        ]
-        self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
+        self._shapes = _sideband_shapes(method, fragments, num_tensors, seat)
+        self._wire_numel = [wire.numel for wire in on_the_wire]
         self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
         self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
@@ -108,7 +104,7 @@ class StateStore:
                 seat,
                 self._opening,
                 method.max_norm_ratio,
-                nullcontext if cores is None else cores.turn,
+                resources.turn,
             )
             for f in on_the_wire
         ]
@@ -123,7 +119,8 @@ class StateStore:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
         state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
         work, turns = self._shared_work, self._turns
-        return Opening(buffers, state, work, turns, self._at_launch, encoding, before)
+        at_launch, side = self._at_launch, self.resources.side
+        return Opening(buffers, state, work, turns, at_launch, encoding, before, side)
 
     def _new_buffers(
         self,
@@ -213,6 +210,14 @@ class StateStore:
     def sideband_numel(self, fragment: int) -> int:
         """Return how many numbers travel beside each transfer of a fragment."""
         return self._shapes[fragment].numel
+
+
+def _sideband_shapes(
+    method: Method, fragments: Sequence[Fragment], num_tensors: Sequence[int], seat: Seat
+) -> list[SidebandShape]:
+    places = len(seat.membership.places)
+    pairs = zip(fragments, num_tensors, strict=True)
+    return [sideband_shape(method, fragment, count, places) for fragment, count in pairs]
 
 
 def _make_slots(

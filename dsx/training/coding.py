@@ -1,4 +1,4 @@
-"""On how many cores a rank codes: those of its own that training leaves.
+"""On how many cores a rank codes: those of its own that training leaves; and on which device.
 
 A rank's own cores are those of its affinity mask, and of its container's share of the machine. With
 the launcher's mask they are shared by all ranks that it has started here; one that is bound to
@@ -15,20 +15,47 @@ from pathlib import Path
 
 import torch
 
+from dsx.compress.factor_products import require_exact
 from dsx.config.schema import DsxConfig
 from dsx.core.cores import CodingCores
+from dsx.core.engine import EngineAdapter
+from dsx.core.side_stream import SideStream, Streams
 from dsx.outer.resources import Resources
 
 _OF_AN_ACCELERATOR = 2
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def resources_of(config: DsxConfig, num_fragments: int) -> Resources:
+def resources_of(config: DsxConfig, adapter: EngineAdapter, num_fragments: int) -> Resources:
     """Return what this rank may use, of whose fragments it sends so many.
 
-    Called by its training thread. ValueError for more cores than this process may run on.
+    Called by its training thread. ValueError for more cores than this process may run on, and for
+    an accelerator that is not there; RuntimeError for one that does not multiply exactly.
     """
-    return Resources(config.state.folder, _coding_cores(config, num_fragments))
+    cores = _coding_cores(config, num_fragments)
+    return Resources(config.state.folder, cores, side_stream(config, adapter.device))
+
+
+def side_stream(
+    config: DsxConfig, device: torch.device, streams: Streams | None = None
+) -> SideStream | None:
+    """Return where factors are made, on the `device` that outer steps are taken on; None: there.
+
+    `streams` stand for those of CUDA.
+    """
+    wanted = config.coding.factors
+    if wanted == "host" or not config.method.compression.makes_factors:
+        return None
+    if device.type != "cuda" and streams is None:
+        if wanted is None:
+            return None
+        raise ValueError(
+            f"coding.factors='accelerator': the outer state is on the {device.type}, where masters "
+            "are or state.device puts it; set coding.factors to 'host', or leave it out"
+        )
+    side = SideStream(device, streams)
+    require_exact(side)
+    return side
 
 
 def _coding_cores(config: DsxConfig, num_fragments: int) -> CodingCores:

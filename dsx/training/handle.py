@@ -80,7 +80,7 @@ class Handle:
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         used = fragments_sent(adapter.fragments, matrix_gathers)
         transport = world.connect(used, adapter.stage, config.link.streams)
-        given = matrix_gathers, self._records.trace, resources_of(config, len(used))
+        given = matrix_gathers, self._records.trace, resources_of(config, adapter, len(used))
         self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)
         self._gathering = Gathering(transport, world.in_cluster())
         self._same_batches = SameBatches(self.loop)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 def tell_of_start(loop: OuterLoop, world: World, memory: OuterMemory) -> None:
     """Log how the method meets this model; collective over the ranks of a cluster of stages."""
-    method, adapter = loop.method, loop.adapter
+    method, adapter, resources = loop.method, loop.adapter, loop.state.resources
     counts = [len(adapter.fragments)]
     if adapter.stage.count > 1 and method.fragments.num_fragments == "auto":
         own = [adapter.stage.index, *counts]
@@ -43,7 +43,11 @@ def tell_of_start(loop: OuterLoop, world: World, memory: OuterMemory) -> None:
         logger.info(fewer)
     tell_what_is_factored(method, adapter)
     logger.info("outer state of this rank, on %s: %s", adapter.device, memory)
-    logger.info("coding threads of this rank (coding.cores): %s", loop.state.cores)
+    logger.info("coding threads of this rank (coding.cores): %s", resources.cores)
+    if method.compression.takes_turns:
+        side = resources.side
+        where = "the host" if side is None else f"{side.device}, in a stream of their own"
+        logger.info("factors are made on %s (coding.factors)", where)
 
 
 def start_record(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 import dsx
 from dsx.comm.gloo import GlooTransport
 from dsx.config.schema import DsxConfig, load_config
+from dsx.core.cores import CodingCores
+from dsx.engines.torch import TorchAdapter
 from dsx.training.coding import cores_here, resources_of
 from tests.distributed import free_port
 from tests.tiny import TinyNet, batch
@@ -37,6 +40,16 @@ def on_a_large_host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     return monkeypatch
+
+
+def budget_of(config: DsxConfig, num_fragments: int) -> CodingCores:
+    """The budget of a rank whose outer state is on the CPU."""
+    model = TinyNet(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    adapter = TorchAdapter(model, optimizer, config.method.fragments)
+    cores = resources_of(config, adapter, num_fragments).cores
+    assert cores is not None
+    return cores
 
 
 def bind(monkeypatch: pytest.MonkeyPatch, cores: range) -> None:
@@ -72,30 +85,30 @@ def test_a_container_has_its_share_of_the_machine(
 def test_training_keeps_its_own(on_a_large_host: pytest.MonkeyPatch) -> None:
     """On the CPU what torch computes with, on an accelerator two; at least one is left."""
     bind(on_a_large_host, OWN)
-    budget = resources_of(config(), 3).cores
-    assert budget is not None and (budget.cores, budget.at_once, budget.threads) == (8, 3, 2)
+    budget = budget_of(config(), 3)
+    assert (budget.cores, budget.at_once, budget.threads) == (8, 3, 2)
     on_a_large_host.setattr(torch.cuda, "is_initialized", lambda: True)
-    budget = resources_of(config(), 3).cores
-    assert budget is not None and budget.cores == 10
+    budget = budget_of(config(), 3)
+    assert budget.cores == 10
     bind(on_a_large_host, range(2))
-    budget = resources_of(config(), 3).cores
-    assert budget is not None and budget.cores == 1
+    budget = budget_of(config(), 3)
+    assert budget.cores == 1
 
 
 def test_matrices_in_factors_are_coded_one_fragment_at_a_time(
     on_a_large_host: pytest.MonkeyPatch,
 ) -> None:
     """They take turns with one work space: each has all cores."""
-    budget = resources_of(config("dilocox", cores=6), 40).cores
-    assert budget is not None and (budget.cores, budget.at_once, budget.threads) == (6, 1, 6)
+    budget = budget_of(config("dilocox", cores=6), 40)
+    assert (budget.cores, budget.at_once, budget.threads) == (6, 1, 6)
     assert str(budget) == "at most 6 cores: 1 at a time, 6 threads each"
 
 
 def test_more_cores_than_there_are_is_refused(on_a_large_host: pytest.MonkeyPatch) -> None:
     bind(on_a_large_host, OWN)
     with pytest.raises(ValueError, match="coding.cores=13: this process may run on 12.*1 to 12"):
-        resources_of(config(cores=13), 3)
-    assert resources_of(config(cores=12), 3).cores is not None
+        budget_of(config(cores=13), 3)
+    assert budget_of(config(cores=12), 3).cores == 12
 
 
 def train(folder: Path, preset: str) -> None:
@@ -107,6 +120,7 @@ def train(folder: Path, preset: str) -> None:
         "schedule": {"interval": 2}, "coding": {"cores": 1}, "metrics": {"dir": str(folder)},
         **control,
     }  # fmt: skip
+    logging.basicConfig(level=logging.INFO)
     before = torch.get_num_threads()
     dsx.init_distributed({"dsx": block})
     model = TinyNet(0)
@@ -147,5 +161,5 @@ def test_a_run_codes_within_its_budget_and_says_so(tmp_path: Path, preset: str) 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (start,) = (record for record in records if record["kind"] == "start")
     assert start["coding_cores"] == 1
-    log = (tmp_path / "log.txt").read_text()
-    assert "(coding.cores): at most 1 core: 1 at a time, 1 thread each" in log
+    assert "(coding.cores): at most 1 core: 1 at a time, 1 thread each" in run.stderr
+    assert ("factors are made on the host" in run.stderr) == (preset == "dilocox")

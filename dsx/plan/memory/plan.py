@@ -106,6 +106,7 @@ def plan_stage(
         in_cluster,
         has_accelerators and place == "masters",
         place == "disk",
+        False if config.coding.factors == "host" else None,
     )
     launched = launched_together(config, layouts[rank])
     return RankMemory(
