@@ -161,9 +161,10 @@ class SideProducts:
         return self._work("part", (out.shape[0], piece.shape[0]))
 
     def _bounds(self, matrix: Tensor) -> Iterator[tuple[int, int]]:
-        rows = rows_at_once(*matrix.shape, self._piece_numel)
-        for start in range(0, matrix.shape[0], rows):
-            yield start, min(start + rows, matrix.shape[0])
+        m, n = matrix.shape
+        rows = rows_at_once(m, n, self._piece_numel)
+        for start in range(0, m, rows):
+            yield start, min(start + rows, m)
 
     def _pieces(self, matrix: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         for start, stop in self._bounds(matrix):

@@ -203,9 +203,9 @@ class CodingConfig(BaseModel):
     leaves, at least one."""
 
     factors: Literal["accelerator", "host"] | None = None
-    """Where factors of `low_rank` are made: on the accelerator that the outer state is on, in a
-    stream of its own, or on the host's cores; null: there where there is one, and means travel in
-    codes."""
+    """Where factors of `low_rank` are made: on the rank's accelerator, in a stream of their own, or
+    on the host's cores; null: on the accelerator that the outer state is on, where it is on one and
+    means travel in codes."""
 
 
 class Block(BaseModel):

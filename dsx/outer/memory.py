@@ -45,7 +45,7 @@ from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.sideband import sideband_shape
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
-_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
+_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster", "factors")  # on no disk
 ROUNDED_TOGETHER = 1 << 20  # elements of slots in bf16 that are stepped at a time
 _NOISE_BYTES = 3 * 4  # of each of them
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
@@ -53,7 +53,9 @@ _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 @dataclass(frozen=True)
 class OuterMemory:
-    """Bytes of one rank by what they are for; `codec` to `channels` are always on the host."""
+    """Bytes of one rank by what they are for; `codec` to `channels` are always on the host, and
+    `factors` on an accelerator.
+    """
 
     anchor: int
     outer_optimizer: int
@@ -76,7 +78,7 @@ class OuterMemory:
         """Return what lies in host memory."""
         if place == "masters":
             return self.codec + self.transfers + self.attempts + self.channels
-        return self.total - self.on_disk(place)
+        return self.total - self.factors - self.on_disk(place)
 
     def on_disk(self, place: StatePlace) -> int:
         """Return what lies in files."""
@@ -85,8 +87,11 @@ class OuterMemory:
         return self.total - sum(getattr(self, name) for name in _AT_HAND)
 
     def on_device(self, place: StatePlace) -> int:
-        """Return what lies with the masters, but for contributions on their way to the host."""
-        return self.total - self.on_host(place) if place == "masters" else 0
+        """Return what lies with the masters, but for contributions on their way to the host.
+
+        Of a state on the host or on disk, what factors are made in there.
+        """
+        return self.total - self.on_host(place) if place == "masters" else self.factors
 
     @property
     def copied_for_save(self) -> int:

@@ -39,7 +39,7 @@ def resources_of(config: DsxConfig, adapter: EngineAdapter, num_fragments: int) 
 def side_stream(
     config: DsxConfig, device: torch.device, streams: Streams | None = None
 ) -> SideStream | None:
-    """Return where factors are made, on the `device` that outer steps are taken on; None: there.
+    """Return where factors are made, None for the host; outer steps are taken on `device`.
 
     `streams` stand for those of CUDA.
     """
@@ -49,10 +49,12 @@ def side_stream(
     if device.type != "cuda" and streams is None:
         if wanted is None:
             return None
-        raise ValueError(
-            f"coding.factors='accelerator': the outer state is on the {device.type}, where masters "
-            "are or state.device puts it; set coding.factors to 'host', or leave it out"
-        )
+        if not torch.cuda.is_initialized():
+            raise ValueError(
+                "coding.factors='accelerator': this rank computes on no accelerator of CUDA; set "
+                "it to 'host', or leave it out"
+            )
+        device = torch.device("cuda", torch.cuda.current_device())
     side = SideStream(device, streams)
     require_exact(side)
     return side

@@ -192,7 +192,7 @@ def test_factors_are_made_where_the_state_is_unless_said_otherwise() -> None:
         assert (found is not None) == is_there
     assert side_stream(load_config(block(None)), cpu) is None
     assert side_stream(load_config(block(None, factor_wire="fp32")), cpu, cuda) is None
-    with pytest.raises(ValueError, match="'accelerator': the outer state is on the cpu.*'host'"):
+    with pytest.raises(ValueError, match="'accelerator': this rank computes on no accel.*'host'"):
         side_stream(load_config(block("accelerator")), cpu)
 
 
