@@ -143,8 +143,15 @@ class Compressor(Protocol):
     """Whether shards have to be put together before coding."""
     captures_spectrum: ClassVar[bool] = False
     """Whether its channels tell of the rank, by `spectrum`."""
+    takes_turns: ClassVar[bool] = False
+    """Whether a rank's fragments are coded one at a time: each in all of the work space."""
     encodes_at_launch: ClassVar[bool] = False
     """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
+
+    @property
+    def makes_factors(self) -> bool:
+        """Whether it makes factors, which an accelerator can make to the same means."""
+        return False
 
     @property
     def is_fine(self) -> bool:
@@ -220,6 +227,10 @@ class Compressor(Protocol):
         self, fragment: Fragment, num_clusters: int, max_rank: int
     ) -> Mapping[str, Sizes]:
         """Return what a fragment needs, by role and cluster, of what all take turns with."""
+        return {}
+
+    def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
+        """Return the bytes that factors are made in on an accelerator, by role."""
         return {}
 
     def shared_work_bytes(self, fragment: Fragment) -> int:

@@ -35,6 +35,7 @@ from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
 from dsx.compress.owners import FactorBytes, factor_bytes, factor_rounds, two_sides
+from dsx.compress.pieces import side_work
 from dsx.compress.quantized import (
     NARROW,
     Feedback,
@@ -88,6 +89,7 @@ class LowRank(Quantized):
 
     captures_spectrum = True
     needs_whole_matrices = True
+    takes_turns = True
     encodes_at_launch = False  # what factors carry of a cluster is known once the mean P is there
 
     def validate(self) -> None:
@@ -114,6 +116,11 @@ class LowRank(Quantized):
     def is_fine(self) -> bool:
         """Never: factors miss what is not of the first ranks."""
         return False
+
+    @property
+    def makes_factors(self) -> bool:
+        """Unless means travel in fp32: their product rounds as a device does."""
+        return self.factor_wire != "fp32"
 
     @property
     def factor_format(self) -> Wire:
@@ -254,6 +261,14 @@ class LowRank(Quantized):
         factors = self._factors(fragment, num_clusters, max_rank)
         each = {role: np.full(num_clusters, size) for role, size in factors.work.items()}
         return {**each, "sum of a factor": factors.sums}
+
+    def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
+        """Return what pieces of matrices and their factors take."""
+        most: dict[str, int] = {}
+        for m, n, rank in self._matrices(self.split(fragment)[0], max_rank or self.rank or 0):
+            for role, size in side_work(m, n, rank).items():
+                most[role] = max(most.get(role, 0), size)
+        return most
 
     def _factors(self, fragment: Fragment, num_clusters: int, max_rank: int) -> FactorBytes:
         """Return what factors take, of the owners by which shard 0 goes.

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
+from dsx.compress.factor_products import HostProducts, SideProducts
 from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import Owners, factor_owners, factor_sizes, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
-from dsx.core.buffers import Opening, Overlay, Turns
-from dsx.core.exchange import Exchange, ExchangeRound, next_round, together
+from dsx.core.buffers import Opening, Overlay
+from dsx.core.exchange import Exchange, ExchangeRound, in_turn, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
 
@@ -51,8 +52,9 @@ class LowRankChannel:
         # a round has factors or, of the same matrices, codes
         memory = self._memory(taken, zip(ranks, owners, strict=True))
         messages = Overlay(memory, opening.buffers)
+        products = HostProducts() if opening.side is None else SideProducts(opening.side)
         self._matrices = [
-            LowRankMatrix(s, rank, seat, by, opening, method, messages)
+            LowRankMatrix(s, rank, seat, by, opening, method, messages, products)
             for s, rank, by in zip(taken, ranks, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0, opening)
@@ -123,7 +125,7 @@ class LowRankChannel:
         if self._method.is_dense_round(launch.round):
             parts += [part.exchange(x, launch) for part in self._dense]
         elif self._matrices:
-            parts.append(in_turn(self._exchange_factors(launch), self._opening.turns))
+            parts.append(in_turn(self._exchange_factors(launch), lambda: self._opening.turns.lock))
         yield from together(*parts, self._small.exchange(x, launch))
         return x
 
@@ -231,15 +233,3 @@ class LowRankChannel:
             CodedPart(self._method, a, b, self._seat, seed, keeps_mean, opening, True)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]
-
-
-def in_turn(
-    exchange: Generator[ExchangeRound, None, object], turns: Turns
-) -> Generator[ExchangeRound, None, None]:
-    """Run an exchange that works in what is taken turns with, whenever it does not wait."""
-    while True:
-        with turns.lock:
-            round, _ = next_round(exchange)
-        if round is None:
-            return
-        yield round

@@ -14,7 +14,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dsx.compress.factors import UpCodec, product
+from dsx.compress.factor_products import Products
+from dsx.compress.factors import UpCodec
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
 from dsx.compress.wire.base import Kernels, Wire
@@ -52,6 +53,7 @@ class LowRankMatrix:
         opening: Opening,
         settings: FactorSettings,
         messages: Buffers,
+        products: Products,
     ) -> None:
         self.name = slot.name
         self.max_rank = max_rank
@@ -65,6 +67,7 @@ class LowRankMatrix:
         rows = max_rank + NUM_PROBES
         turns = opening.turns.buffers
         self._work = turns.work
+        self._products = products
         self.warm = opening.state.zeros(max_rank, self._n)
         self.probed = opening.buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
@@ -95,19 +98,19 @@ class LowRankMatrix:
         """Let the probes see the matrix, before a residual is added: what a residual has collected
         says nothing of the rank that pseudo-gradients need.
         """
-        torch.mm(self._random()[self.rank :], self._matrix.T, out=self.probed)
+        self._products.of_rows(self._random()[self.rank :], self._matrix, self.probed)
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
         p = self._work("p", (self.rank + NUM_PROBES, self._m))
-        torch.mm(self._start(), self._matrix.T, out=p[: self.rank])
+        self._products.of_rows(self._start(), self._matrix, p[: self.rank])
         p[self.rank :].copy_(self.probed)
         self.p.encode(p, self.rank, self._round_seed)
 
     def encode_q(self) -> None:
         """Make Q = M^T P with the mean P, and the codes of it."""
         q = self._work("q", (self.rank, self._n))
-        torch.mm(self._decoded_p(), self._matrix, out=q)
+        self._products.of_columns(self._decoded_p(), self._matrix, q)
         self.q.encode(q, self.rank, self._round_seed)
 
     @property
@@ -173,8 +176,7 @@ class LowRankMatrix:
     def write_mean(self) -> None:
         """Overwrite the matrix with the mean, P Q^T of the integer codes and their scales."""
         (p, scales_p), (q, scales_q) = self._codes(is_p=True), self._codes(is_p=False)
-        product(p, q, self._matrix)
-        self._matrix.mul_(scales_p.unsqueeze(1)).mul_(scales_q)
+        self._products.mean(p, scales_p, q, scales_q, self._matrix)
 
     def write_lost(self, residual: Tensor, start: int, stop: int) -> None:
         """Write what the own codes miss of the matrix to its place in a residual of start..stop."""
@@ -185,8 +187,7 @@ class LowRankMatrix:
         lost = residual[place : place + slot.numel].view(self._m, self._n)
         own = self._work("q", (self.rank, self._n))
         self.q.decode_own(own)
-        torch.mm(self._decoded_p().T, own, out=lost)
-        torch.sub(self._matrix, lost, out=lost)
+        self._products.lost(self._matrix, self._decoded_p(), own, lost)
 
     def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
         """Return the squared singular values of the mean, descending, and |M|_F^2 to match.
@@ -208,11 +209,8 @@ class LowRankMatrix:
 
     def _orthonormalise(self, mean: Tensor) -> None:
         """Make the codes of an orthonormal P, of its mean with the probes' below."""
-        probes = mean[self.rank :]
-        p = torch.linalg.qr(mean[: self.rank].T).Q.T.contiguous()
-        missed = probes - probes @ p.T @ p
-        self._total_square = float(probes.square().sum()) / NUM_PROBES
-        self._missed_square = float(missed.square().sum()) / NUM_PROBES
+        p = mean[: self.rank]
+        self._total_square, self._missed_square = self._products.orthonormal(mean, p)
         for block in self.p.blocks:
             self.p.encode_mean(block, p[:, block.start : block.stop])
 

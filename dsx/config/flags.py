@@ -26,6 +26,7 @@ from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
 from dsx.config.sections import (
     ClustersConfig,
+    CodingConfig,
     DivergenceConfig,
     GuardConfig,
     LinkConfig,
@@ -40,6 +41,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "clusters": ClustersConfig,
     "metrics": MetricsConfig,
     "state": StateConfig,
+    "coding": CodingConfig,
     "link": LinkConfig,
     "checkpoints": CheckpointsConfig,
     "divergence": DivergenceConfig,
@@ -235,6 +237,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "clusters": config.clusters.model_dump(mode="json"),
         "metrics": config.metrics.model_dump(mode="json"),
         "state": config.state.model_dump(),
+        "coding": config.coding.model_dump(),
         "link": config.link.model_dump(),
         "checkpoints": config.checkpoints.model_dump(),
         "divergence": config.divergence.model_dump(),

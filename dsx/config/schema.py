@@ -29,11 +29,13 @@ from dsx.config.sections import (
     COMMON,
     Block,
     ClustersConfig,
+    CodingConfig,
     DivergenceConfig,
     GuardConfig,
     StateConfig,
     check_address,
     check_clusters,
+    check_coding,
     check_divergence,
     check_state,
 )
@@ -57,6 +59,7 @@ class DsxConfig:
     clusters: ClustersConfig
     metrics: MetricsConfig
     state: StateConfig
+    coding: CodingConfig
     link: LinkConfig
     checkpoints: CheckpointsConfig
     divergence: DivergenceConfig
@@ -86,6 +89,7 @@ class DsxConfig:
             "clusters": self.clusters.model_dump(mode="json"),
             "metrics": metrics,
             "state": self.state.model_dump(),
+            "coding": self.coding.model_dump(),
             "link": self.link.model_dump(),
             "checkpoints": self.checkpoints.model_dump(),
             "divergence": {
@@ -141,6 +145,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     check_metrics(block.metrics, block.clusters.num_clusters)
     check_divergence(block.divergence)
     check_state(block.state)
+    check_coding(block.coding, method.compression, axes["compression"]["type"])
     check_checkpoints(block.checkpoints)
     check_address(block.clusters)
     check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)
@@ -149,6 +154,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         clusters=block.clusters,
         metrics=with_new_keys(block.metrics, file),
         state=block.state,
+        coding=block.coding,
         link=block.link,
         checkpoints=block.checkpoints,
         divergence=block.divergence,

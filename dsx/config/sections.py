@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import parse_address
+from dsx.compress.base import Compressor
 from dsx.config.checkpoints import CheckpointsConfig
 from dsx.config.files import ConfigError, shown
 from dsx.config.link import LinkConfig
@@ -192,6 +193,21 @@ class StateConfig(BaseModel):
         return f"with the {self.device}" if self.dir is None else f"on disk, in {self.dir}"
 
 
+class CodingConfig(BaseModel):
+    """What codes, factors and sums of transfers may take of a host."""
+
+    model_config = _STRICT
+
+    cores: int | None = Field(default=None, ge=1, le=4096)
+    """The most cores that a rank's coding threads keep busy; null: those of its own that training
+    leaves, at least one."""
+
+    factors: Literal["accelerator", "host"] | None = None
+    """Where factors of `low_rank` are made: on the rank's accelerator, in a stream of their own, or
+    on the host's cores; null: on the accelerator that the outer state is on, where it is on one and
+    means travel in codes."""
+
+
 class Block(BaseModel):
     """The "dsx" block as it is written: axes hold what overrides the preset, and are read later."""
 
@@ -227,6 +243,9 @@ class Block(BaseModel):
     state: StateConfig = StateConfig()
     """Where the outer state lives."""
 
+    coding: CodingConfig = CodingConfig()
+    """What coding may take of a host."""
+
     link: LinkConfig = LinkConfig()
     """How a transfer uses the network."""
 
@@ -255,6 +274,26 @@ def check_divergence(divergence: DivergenceConfig) -> None:
         raise ConfigError(
             f"dsx.divergence.data={divergence.data!r} has no effect where a run does not go back: "
             "set max_rollbacks to 1 or more, or leave it out"
+        )
+
+
+def check_coding(coding: CodingConfig, compression: Compressor, name: str) -> None:
+    """Raise ConfigError for a place of factors where there are none, or would not come out alike.
+
+    `name` is the compression's.
+    """
+    if coding.factors is None or compression.makes_factors:
+        return
+    if not compression.takes_turns:
+        raise ConfigError(
+            f"dsx.coding.factors={coding.factors!r} has no effect with compression.type={name!r}, "
+            "which makes no factors: leave it out, or set the type to 'low_rank'"
+        )
+    if coding.factors == "accelerator":
+        raise ConfigError(
+            "dsx.coding.factors='accelerator' with compression.factor_wire='fp32': means would be "
+            "rounded by each cluster's own device; set factor_wire to 'int8' or 'int4', or factors "
+            "to 'host'"
         )
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # what only plans is started without torch
     import torch
     from torch import Tensor
 
+    from dsx.core.side_stream import SideStream
+
 Pages = Callable[[int], "Tensor"]  # returns so many bytes: page-locked, or of a file; zeroed
 
 
@@ -122,6 +124,7 @@ class Opening:
     `work` and `turns` are shared by a rank's channels; who holds both has taken `work` first.
     `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
+    `side` is an accelerator's stream to compute on, where factors are made there.
     Its state, which a checkpoint carries, is in `state`, and copies of that in `before`.
     """
 
@@ -132,6 +135,7 @@ class Opening:
     at_launch: int = 0
     encoding: Buffers = field(default_factory=Buffers)
     before: Buffers = field(default_factory=Buffers)
+    side: SideStream | None = None
 
 
 class Allocator:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from dsx.core.cores import Turn
 from dsx.core.membership import Seat
 
 if TYPE_CHECKING:  # what only plans is started without torch
@@ -84,6 +85,18 @@ def _advance(
         running.pop(index, None)
     else:
         running[index] = round
+
+
+def in_turn(
+    exchange: Generator[ExchangeRound, None, _Result], turn: Turn
+) -> Generator[ExchangeRound, None, _Result]:
+    """Run an exchange that holds a turn whenever it does not wait."""
+    while True:
+        with turn():
+            round, result = next_round(exchange)
+        if round is None:
+            return cast("_Result", result)
+        yield round
 
 
 def next_round(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from inspect import signature
 from types import MappingProxyType
 from typing import cast
@@ -14,7 +15,8 @@ from torch import Tensor
 from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Channel, CodingError, Compressor, EncodingChannel, Launch
 from dsx.core.buffers import Opening
-from dsx.core.exchange import Exchange
+from dsx.core.cores import Turn
+from dsx.core.exchange import Exchange, in_turn
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.outer.commit import ATTEMPTS, Commit
@@ -29,7 +31,8 @@ class FragmentChannel:
     """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps.
 
     All of its buffers are those of one membership, until it is opened under another. What `opening`
-    returns is for the codec, if it takes that: one of your own may do without.
+    returns is for the codec, if it takes that: one of your own may do without. A `turn` is held
+    while something is coded, or hashed.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class FragmentChannel:
         seat: Seat,
         opening: Callable[[], Opening] = Opening,
         max_norm_ratio: float | None = None,
+        turn: Turn = nullcontext,
     ) -> None:
         self._compressor = compressor
         self._fragment = fragment
         self._max_rank = max_rank
         self._opening = opening
         self._max_norm_ratio = max_norm_ratio
+        self._turn = turn
         self._open(seat)
 
     def _open(self, seat: Seat) -> None:
@@ -149,7 +154,8 @@ class FragmentChannel:
 
         What the wire carries of it: everybody decodes the same of this cluster's codes.
         """
-        cast(EncodingChannel, self.codec).encode(x, launch)
+        with self._turn():
+            cast(EncodingChannel, self.codec).encode(x, launch)
 
     def take_back(self, share: Tensor) -> None:
         """Keep a share that nobody has applied, `[numel]`, to be sent again, if residuals are kept.
@@ -175,7 +181,8 @@ class FragmentChannel:
         `x` holds the same, and is used up.
         """
         if self.codec.slots:
-            self.codec.recode(x, launch)
+            with self._turn():
+                self.codec.recode(x, launch)
             self._settle(sent, launch)
 
     def follow(
@@ -200,7 +207,8 @@ class FragmentChannel:
 
     def _settle(self, sent: Tensor, launch: Launch) -> None:
         if self.before.settled:
-            self.before.settle(launch.round, lambda: self.codec.settle(sent, launch))
+            with self._turn():
+                self.before.settle(launch.round, lambda: self.codec.settle(sent, launch))
 
     def _committed(
         self,
@@ -224,7 +232,8 @@ class FragmentChannel:
         for attempt in range(1, ATTEMPTS + 1):
             average = self._average(x, launch, parity)
             mean = yield from with_sideband(average, sideband, measure, self._sideband_mean)
-            mean_hash = self.parity_check.hash_of(mean)
+            with self._turn():
+                mean_hash = self.parity_check.hash_of(mean)
             differing = yield from self._commit.exchange(mean_hash, sideband.values)
             if not differing:
                 if not parity.is_refused:
@@ -249,7 +258,7 @@ class FragmentChannel:
     def _average(self, x: Tensor, launch: Launch, parity: ParityResult) -> Exchange:
         if parity.is_refused:
             return x.zero_()
-        return (yield from self.codec.exchange(x, launch))
+        return (yield from in_turn(self.codec.exchange(x, launch), self._turn))
 
 
 def common_slots(channel: FragmentChannel) -> dict[str, Tensor]:

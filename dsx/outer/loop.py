@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from dsx.outer.outer_step import Arrival, OuterStep
 from dsx.outer.overlap import Overlap
 from dsx.outer.per_tensor import sharded_tensors
 from dsx.outer.recovery import Recovery
+from dsx.outer.resources import Resources
 from dsx.outer.resuming import Resuming
 from dsx.outer.start import Start
 from dsx.outer.state import StateStore
@@ -59,7 +59,7 @@ class OuterLoop:
         on_sync: Callable[[Event], None] | None = None,
         matrix_gathers: Sequence[MatrixGather] | None = None,
         trace: Recorder = UNTRACED,
-        state_folder: Path | None = None,
+        resources: Resources | None = None,
     ) -> None:
         fragments = adapter.fragments
         method.validate(num_fragments=len(fragments))
@@ -70,7 +70,7 @@ class OuterLoop:
         seat = transport.seat.of_shard(adapter.ranks.shard[0])
         self.matrix_gathers = matrix_gathers or plan_matrix_gathers(method, adapter)
         wire = [gather.wire for gather in self.matrix_gathers]
-        self.state = StateStore(method, adapter, counts, wire, seat, state_folder)
+        self.state = StateStore(method, adapter, counts, wire, seat, resources)
         for buffers in (adapter.buffers, *(gather.buffers for gather in self.matrix_gathers)):
             self.state.allocator.adopt("in_the_cluster", buffers)
         self.history = History(len(fragments), list(adapter.fragment_numel))

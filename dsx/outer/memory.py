@@ -17,6 +17,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
+    factors: where an accelerator makes them, two pieces of a matrix and its factors there.
+
 With the state on disk, all but transfers, channels and work space is in files there, and what is
 sent takes 4wb.
 
@@ -43,7 +45,7 @@ from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.sideband import sideband_shape
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
-_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
+_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster", "factors")  # on no disk
 ROUNDED_TOGETHER = 1 << 20  # elements of slots in bf16 that are stepped at a time
 _NOISE_BYTES = 3 * 4  # of each of them
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
@@ -51,7 +53,9 @@ _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 @dataclass(frozen=True)
 class OuterMemory:
-    """Bytes of one rank by what they are for; `codec` to `channels` are always on the host."""
+    """Bytes of one rank by what they are for; `codec` to `channels` are always on the host, and
+    `factors` on an accelerator.
+    """
 
     anchor: int
     outer_optimizer: int
@@ -63,6 +67,7 @@ class OuterMemory:
     channels: int
     work_space: int
     in_the_cluster: int
+    factors: int = 0
 
     @property
     def total(self) -> int:
@@ -73,7 +78,7 @@ class OuterMemory:
         """Return what lies in host memory."""
         if place == "masters":
             return self.codec + self.transfers + self.attempts + self.channels
-        return self.total - self.on_disk(place)
+        return self.total - self.factors - self.on_disk(place)
 
     def on_disk(self, place: StatePlace) -> int:
         """Return what lies in files."""
@@ -82,8 +87,11 @@ class OuterMemory:
         return self.total - sum(getattr(self, name) for name in _AT_HAND)
 
     def on_device(self, place: StatePlace) -> int:
-        """Return what lies with the masters, but for contributions on their way to the host."""
-        return self.total - self.on_host(place) if place == "masters" else 0
+        """Return what lies with the masters, but for contributions on their way to the host.
+
+        Of a state on the host or on disk, what factors are made in there.
+        """
+        return self.total - self.on_host(place) if place == "masters" else self.factors
 
     @property
     def copied_for_save(self) -> int:
@@ -110,13 +118,14 @@ def predict(
     in_the_cluster: int = 0,
     is_on_accelerator: bool = False,
     is_on_disk: bool = False,
+    factors_are_there: bool | None = None,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
     `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
     `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
     `is_on_accelerator`: outer steps are taken there, where 32 MiB more are hashed at a time.
-    `is_on_disk`: the state is.
+    `is_on_disk`: the state is. `factors_are_there`: on the accelerator; None: if outer steps are.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -132,6 +141,12 @@ def predict(
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
     longest = max((f.numel for f in fragments), default=0)
+    of_factors: dict[str, int] = {}
+    if is_on_accelerator if factors_are_there is None else factors_are_there:
+        for fragment in on_the_wire if method.compression.makes_factors else ():
+            in_pieces = method.compression.side_work(fragment, method.control.largest_rank)
+            for role, size in in_pieces.items():
+                of_factors[role] = max(of_factors.get(role, 0), size)
     hashed = _HASH_BYTES
     if is_on_accelerator:
         hashed += 8 * HASHED_PAIRS * (HASHED_ON_ACCELERATOR - 1)
@@ -145,6 +160,7 @@ def predict(
         attempts=4 * (kept_of_sent * wire + buffers * sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
+        factors=sum(of_factors.values()),
         work_space=4 * _num_work_vectors(method) * longest
         + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),

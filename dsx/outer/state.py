@@ -5,7 +5,8 @@ policy and the staleness penalty, its channel to the other clusters with the cod
 that was before the attempt under way), and what the transfers that may be under way at a time take
 turns with (arenas.py): on the host (pinned when the state is on an accelerator) vectors for what is
 sent and what travels, sidebands of both, and where the masters are what the delay policy keeps.
-With a `folder`, in files there: all but what travels, codes, and what is worked in.
+With a folder among the `resources`, in files there: all but what travels, codes, and what is
+worked in.
 Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
 Nothing is allocated after the first round.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -30,7 +30,8 @@ from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
-from dsx.outer.sideband import Sideband, sideband_shape
+from dsx.outer.resources import Resources
+from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
 
 
 @dataclass
@@ -61,14 +62,17 @@ class StateStore:
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
         seat: Seat,
-        folder: Path | None = None,
+        resources: Resources | None = None,
     ) -> None:
+        self.resources = resources = resources or Resources()
         fragments = adapter.fragments
         self.device = adapter.device
         pin = PinnedMemory() if adapter.pins_host_memory else None
-        self.is_on_disk = folder is not None
-        disk = None if folder is None else MappedMemory(folder)
+        self.is_on_disk = resources.folder is not None
+        disk = None if resources.folder is None else MappedMemory(resources.folder)
         self.allocator = Allocator(adapter.device, pin, disk)
+        if resources.side is not None:
+            self.allocator.adopt("factors", resources.side.buffers)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
         self._anchors = self.allocator.buffers("anchor")
@@ -80,11 +84,8 @@ class StateStore:
             _make_slots(method, f, count, self._of_policies)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
-        shapes = [
-            sideband_shape(method, f, count, len(seat.membership.places))
-            for f, count in zip(fragments, num_tensors, strict=True)
-        ]
-        self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
+        self._shapes = _sideband_shapes(method, fragments, num_tensors, seat)
+        self._wire_numel = [wire.numel for wire in on_the_wire]
         self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
         self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
@@ -103,6 +104,7 @@ class StateStore:
                 seat,
                 self._opening,
                 method.max_norm_ratio,
+                resources.turn,
             )
             for f in on_the_wire
         ]
@@ -117,7 +119,8 @@ class StateStore:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
         state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
         work, turns = self._shared_work, self._turns
-        return Opening(buffers, state, work, turns, self._at_launch, encoding, before)
+        at_launch, side = self._at_launch, self.resources.side
+        return Opening(buffers, state, work, turns, at_launch, encoding, before, side)
 
     def _new_buffers(
         self,
@@ -207,6 +210,14 @@ class StateStore:
     def sideband_numel(self, fragment: int) -> int:
         """Return how many numbers travel beside each transfer of a fragment."""
         return self._shapes[fragment].numel
+
+
+def _sideband_shapes(
+    method: Method, fragments: Sequence[Fragment], num_tensors: Sequence[int], seat: Seat
+) -> list[SidebandShape]:
+    places = len(seat.membership.places)
+    pairs = zip(fragments, num_tensors, strict=True)
+    return [sideband_shape(method, fragment, count, places) for fragment, count in pairs]
 
 
 def _make_slots(

@@ -123,6 +123,14 @@ def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGa
     return plan_gathers(layouts, rank, method.compression.takes, adapter.device)
 
 
+def fragments_sent(
+    fragments: Sequence[Fragment], matrix_gathers: Sequence[MatrixGather]
+) -> list[int]:
+    """Return the numbers of those of which a rank has anything, as they lie or as they travel."""
+    pairs = zip(fragments, matrix_gathers, strict=True)
+    return [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
+
+
 def factored(method: Method, adapter: EngineAdapter) -> list[tuple[list[str], list[str]]]:
     """Return, per fragment, the matrices that travel in factors and those that do not, by name.
 

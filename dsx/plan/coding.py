@@ -38,8 +38,9 @@ def coding_seconds(
         taken, rest = compression.split(fragment)
         runs = runs_of(rest)
         flops = sum(2 * m * n * min(rank, m, n) for m, n in map(two_sides, taken))
-        before += flops / costs.flops
-        after += 2 * flops / costs.flops
+        rate = costs.flops * (costs.cores or 1)  # factors take turns: each has all of them
+        before += flops / rate
+        after += 2 * flops / rate
     coded = 4 * sum(stop - start for start, stop in runs)
     wire = "int8" if isinstance(compression, TopK) else compression.wire
     if wire not in costs.formats:  # fp32 is a copy
@@ -55,6 +56,11 @@ def coding_seconds(
     after += own / (mean.encode_with_feedback if is_kept else mean.encode)
     after += num_clusters * own / speeds.decode + coded / mean.decode
     return before, after
+
+
+def coded_at_once(compression: Compressor, costs: Costs) -> int | None:
+    """Return how many transfers of a rank may code at a time; None: all that are under way."""
+    return 1 if compression.takes_turns and costs.cores else costs.cores
 
 
 def _picked_seconds(

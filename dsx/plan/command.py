@@ -73,6 +73,9 @@ SaveSeconds = Annotated[float | None, _option("With --save-every: training waits
 Launch = Annotated[
     Path | None, _option("The JSON of dsx bench launch: the training thread's own work.", "FILE")
 ]
+CodingCores = Annotated[
+    int | None, _option("coding.cores: those of a rank's coding; default: one for each transfer.")
+]
 Top = Annotated[int | None, typer.Option(help="Presets shown; default all.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
@@ -109,6 +112,7 @@ def plan(
     save_every: SaveEvery = None,
     save_seconds: SaveSeconds = None,
     launch: Launch = None,
+    coding_cores: CodingCores = None,
     top: Top = None,
     json: Json = False,
     json_file: JsonFile = None,
@@ -128,7 +132,7 @@ def plan(
         from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval, egress_price, gpu_hour_price, steps, mtbf, heal_seconds,
-        save_every, save_seconds, launch,
+        save_every, save_seconds, launch, coding_cores,
     )  # fmt: skip
     outputs = show.Outputs(top, json, json_file, plot)
     if not show.show_plan(question.read_question(given), outputs, Console()):

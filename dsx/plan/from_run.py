@@ -51,6 +51,7 @@ class RunFigures:
     blocking_seconds_per_element: float | None
     num_steps: int
     num_syncs: int
+    coding_cores: int | None = None  # the budget of its first rank
 
 
 def read_run(path: Path) -> RunFigures:
@@ -87,6 +88,7 @@ def read_run(path: Path) -> RunFigures:
         ),
         num_steps=len(quiet),
         num_syncs=sum(len(y) for y in syncs),
+        coding_cores=start.get("coding_cores"),
     )
 
 

@@ -30,6 +30,7 @@ BOUNDS = {
     "heal_seconds": (0, 1e9),
     "save_every": (1, 1e12),
     "save_seconds": (0, 1e9),
+    "coding_cores": (1, 4096),
 }
 _GOES_WITH = {
     "mfu": "gpu",
@@ -75,6 +76,7 @@ class Given:
     save_every: float | None = None
     save_seconds: float | None = None
     launch: Path | None = None
+    coding_cores: int | None = None
 
 
 def require_sense(given: Given) -> None:

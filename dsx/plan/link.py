@@ -88,8 +88,9 @@ class Costs:
     `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
     factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread
     itself spends on an element at launch and apply together, which no overlap hides
-    (launch_cost.py); 0 where it is none of the question. `is_of_run`: a run has measured that, and
-    codes are in it where training waits for them.
+    (launch_cost.py); 0 where it is none of the question. `cores` are those of a rank's coding
+    threads (`coding.cores`); None: one for each transfer under way. `is_of_run`: a run has measured
+    the training thread's, and codes are in it where training waits for them.
     """
 
     formats: Mapping[str, CodecSpeeds] = field(default_factory=_of_readme)
@@ -97,6 +98,7 @@ class Costs:
     flops: float = 5e10
     blocking_seconds_per_element: float = 0.0
     is_of_run: bool = False
+    cores: int | None = None
 
 
 def read_codec_figures(figures: Any) -> Costs:

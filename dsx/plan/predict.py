@@ -29,6 +29,7 @@ from dsx.compress.slices import exact_rounds
 from dsx.core.types import History
 from dsx.method.method import Method
 from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.plan.coding import coded_at_once
 from dsx.plan.launches import launches_of
 from dsx.plan.link import ROUND_ONE_WAYS, Costs, Link
 from dsx.plan.published.closed_forms import data_parallel_step_seconds
@@ -83,12 +84,13 @@ def predict_traffic(
     transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
     method = _with_overlap(method, transfers, step_seconds)
     launches = launches_of(method, traffic, transfers, step_seconds)
+    at_once = coded_at_once(method.compression, costs)
     if method.schedule.when is not None:  # applied at the end of the same step
-        seconds = _step_by_step(steps, step_seconds, launches, transfers)
+        seconds = _step_by_step(steps, step_seconds, launches, transfers, at_once)
     else:
         assert method.delay.steps != "auto"
-        delay = method.delay.steps, method.delay.rounds_under_way
-        seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
+        how = method.delay.steps, method.delay.rounds_under_way, at_once
+        seconds = Timeline(steps, step_seconds, launches, transfers, *how).period_seconds()
     seconds = max(seconds, steps * step_seconds)
     shares = _shares(method, traffic, launches)
     totals: list[float] = (np.array(shares) @ traffic.bytes_sent).tolist()
@@ -111,7 +113,11 @@ def at_interval(method: Method, interval: int) -> Method:
 
 
 def _step_by_step(
-    steps: int, step_seconds: float, launches: Sequence[Launch], transfers: Sequence[Cost]
+    steps: int,
+    step_seconds: float,
+    launches: Sequence[Launch],
+    transfers: Sequence[Cost],
+    at_once: int | None,
 ) -> float:
     """Return a period in which every step waits for all that leaves in it: equal steps once."""
     rows: dict[int, list[Launch]] = {}
@@ -120,7 +126,8 @@ def _step_by_step(
     counts = Counter(tuple(row) for row in rows.values())
     seconds = (steps - len(rows)) * step_seconds
     for row, count in counts.items():
-        seconds += count * Timeline(1, step_seconds, row, transfers).period_seconds(0, 1)
+        timeline = Timeline(1, step_seconds, row, transfers, at_once=at_once)
+        seconds += count * timeline.period_seconds(0, 1)
     return seconds
 
 

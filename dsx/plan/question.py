@@ -223,6 +223,12 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     costs = replace(costs, blocking_seconds_per_element=blocking, is_of_run=is_of_run)
     took = f"{1e9 * blocking:.3g} ns per element of a rank at launch and apply"
     facts.append(f"training thread: {took}, {told}")
+    cores, of_whom = given.coding_cores, ""
+    if cores is None and run is not None:
+        cores, of_whom = run.coding_cores, ", as the run's"
+    if cores is not None:
+        costs = replace(costs, cores=cores)
+        facts.append(f"coding: on at most {cores} of a rank's cores at a time{of_whom}")
     if run is None or run.coding_seconds_per_element is None:
         return costs
     return _with_coding(costs, run, given.codec, facts)

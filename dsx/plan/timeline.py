@@ -16,6 +16,7 @@ transfers of one fragment come one after another.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,17 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What one transfer of a fragment takes: its thread's seconds before, and after, the link's."""
+    """What one transfer of a fragment takes: its thread's seconds before, and after, the link's.
+
+    `coded_before` and `coded_after` are those of them in which a core is busy.
+    """
 
     before: float
     link: float
     after: float
     blocking: float = 0.0  # of the training thread, when it is applied
+    coded_before: float = 0.0
+    coded_after: float = 0.0
 
     @property
     def alone(self) -> float:
@@ -45,12 +51,17 @@ class Launch(NamedTuple):
 
 
 class SharedLink:
-    """Processor sharing in virtual time: each of n transfers gets 1/n of the link."""
+    """Processor sharing in virtual time: each of n transfers gets 1/n of the link.
 
-    def __init__(self, num_fragments: int) -> None:
+    So many may code `at_once`, in the order in which they come to it; None: all.
+    """
+
+    def __init__(self, num_fragments: int, at_once: int | None = None) -> None:
+        self._cores = None if at_once is None else [0.0] * at_once  # when each is free
         self._now = 0.0
         self._virtual = 0.0  # seconds of link that each transfer since the start would have had
-        self._coming: list[tuple[float, int]] = []
+        self._ready: list[tuple[float, int]] = []  # for a core
+        self._coming: list[tuple[float, int]] = []  # to the link
         self._sending: list[tuple[float, int]] = []  # by the virtual time of their ends
         self._costs: list[Cost] = []
         self._ends: list[float | None] = []
@@ -66,7 +77,7 @@ class SharedLink:
         self._last[fragment] = number
         if last is None or self._ends[last] is not None:
             behind = 0.0 if last is None else self._ends[last] or 0.0
-            heapq.heappush(self._coming, (max(now, behind) + cost.before, number))
+            heapq.heappush(self._ready, (max(now, behind), number))
         else:
             self._queued[last] = number
         return number
@@ -83,14 +94,20 @@ class SharedLink:
         self._pass(until)
 
     def _next_time(self) -> float:
-        coming = self._coming[0][0] if self._coming else float("inf")
+        next = min((heap[0][0] for heap in (self._ready, self._coming) if heap), default=math.inf)
         if not self._sending:
-            return coming
+            return next
         left = max(self._sending[0][0] - self._virtual, 0.0)
-        return min(coming, self._now + left * len(self._sending))
+        return min(next, self._now + left * len(self._sending))
 
     def _next_event(self) -> None:
         at = self._next_time()
+        if self._ready and self._ready[0][0] <= at:
+            ready, number = heapq.heappop(self._ready)
+            cost = self._costs[number]
+            begins = self._core(ready, cost.coded_before)
+            heapq.heappush(self._coming, (begins + cost.before, number))
+            return
         is_coming = bool(self._coming) and self._coming[0][0] <= at
         if is_coming:
             self._pass(at)
@@ -100,10 +117,19 @@ class SharedLink:
             return
         self._now, self._virtual = at, self._sending[0][0]
         _, number = heapq.heappop(self._sending)
-        self._ends[number] = end = at + self._costs[number].after
+        cost = self._costs[number]
+        self._ends[number] = end = self._core(at, cost.coded_after) + cost.after
         after = self._queued.pop(number, None)
         if after is not None:
-            heapq.heappush(self._coming, (end + self._costs[after].before, after))
+            heapq.heappush(self._ready, (end, after))
+
+    def _core(self, at: float, seconds: float) -> float:
+        """Keep the core that is free first busy for so long; return from when on."""
+        if self._cores is None or not seconds:
+            return at
+        begins = max(at, self._cores[0])
+        heapq.heapreplace(self._cores, begins + seconds)
+        return begins
 
     def _pass(self, now: float) -> None:
         if self._sending and now > self._now:
@@ -116,7 +142,7 @@ class Timeline:
     """A period of `steps` inner steps with its launches, in order, and what they cost.
 
     A transfer is waited for `overlap_steps` steps after its launch, or right after its fragment's
-    launch `rounds_late` launches later.
+    launch `rounds_late` launches later. So many transfers may code `at_once`; None: all.
     """
 
     steps: int
@@ -125,6 +151,7 @@ class Timeline:
     costs: Sequence[Cost]
     overlap_steps: int = 0
     rounds_late: int = 0
+    at_once: int | None = None
 
     def period_seconds(self, warm_up: int = 4, periods: int = 6) -> float:
         """Return a period in the long run: the mean of `periods` after `warm_up` others.
@@ -144,12 +171,15 @@ class Timeline:
         return max((ends[-1] - ends[warm_up]) / periods, self._busiest_seconds())
 
     def _busiest_seconds(self) -> float:
-        """Return the seconds of a period for which the link, or some thread, is held."""
-        of_link, of_threads = 0.0, [0.0] * len(self.costs)
+        """Return the seconds of a period for which the link, cores, or some thread, are held."""
+        of_link, of_cores, of_threads = 0.0, 0.0, [0.0] * len(self.costs)
         for launch in self.launches:
-            of_link += self.costs[launch.fragment].link
-            of_threads[launch.fragment] += self.costs[launch.fragment].alone
-        return max(of_link, *of_threads)
+            cost = self.costs[launch.fragment]
+            of_link += cost.link
+            of_threads[launch.fragment] += cost.alone
+            if self.at_once is not None:
+                of_cores += (cost.coded_before + cost.coded_after) / self.at_once
+        return max(of_link, of_cores, *of_threads)
 
 
 class _Clock:
@@ -159,7 +189,7 @@ class _Clock:
         self.now = 0.0
         self._timeline = timeline
         self._step = 0
-        self._link = SharedLink(len(timeline.costs))
+        self._link = SharedLink(len(timeline.costs), timeline.at_once)
         self._under_way: list[deque[int]] = [deque() for _ in timeline.costs]
         self._waits: deque[tuple[int, int]] = deque()  # step, fragment; in launch order
 

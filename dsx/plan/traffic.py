@@ -127,6 +127,8 @@ class Traffic:
             held / link.payload_bytes_per_second,
             after + (num_rounds - 1) * latency,
             blocking,
+            before,
+            after,
         )
 
     def _coding_seconds(self, index: int, costs: Costs) -> tuple[float, float, float]:

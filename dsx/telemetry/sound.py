@@ -94,7 +94,7 @@ _IF_THERE: dict[str, dict[str, _Check]] = {
     "launch": {"stage": _is_count},
 }
 _FIELDS: dict[str, dict[str, _Check]] = {  # left out of a record where they are something else
-    "start": {"outer_memory": _is_sizes},
+    "start": {"outer_memory": _is_sizes, "coding_cores": _is_count},
     "step": {
         "loss": is_number, "arrived": _is_pairs, "applied": _is_pairs,
         **dict.fromkeys(

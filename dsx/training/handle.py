@@ -23,10 +23,11 @@ from dsx.outer.memory import OuterMemory
 from dsx.outer.recovery import NonFiniteError
 from dsx.outer.start import SETTLING
 from dsx.outer.transfer import Totals
-from dsx.outer.whole_matrices import plan_matrix_gathers
+from dsx.outer.whole_matrices import fragments_sent, plan_matrix_gathers
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training import finish
 from dsx.training.agreement import layout_of, require_alike, require_number_of_clusters
+from dsx.training.coding import resources_of
 from dsx.training.divergence import Divergence, refuse_stages
 from dsx.training.early_stop import StopAgreement
 from dsx.training.gathering import Gathering
@@ -77,10 +78,9 @@ class Handle:
         alike = {"dsx": config.common(), **(facts or {}), **layout_of(adapter)}
         require_alike(world.rendezvous, alike, settings or {}, config.clusters.may_differ)
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
-        pairs = zip(adapter.fragments, matrix_gathers, strict=True)
-        used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
+        used = fragments_sent(adapter.fragments, matrix_gathers)
         transport = world.connect(used, adapter.stage, config.link.streams)
-        given = matrix_gathers, self._records.trace, config.state.folder
+        given = matrix_gathers, self._records.trace, resources_of(config, adapter, len(used))
         self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)
         self._gathering = Gathering(transport, world.in_cluster())
         self._same_batches = SameBatches(self.loop)
@@ -98,7 +98,7 @@ class Handle:
         self.loop.start(keeps_masters or self.joining.is_due, waits)
         self.loop.beginning.is_open = self.loop.beginning.is_open or self.joining.is_due
         self._records.follow(self.loop, self._syncs, self.memory, world)
-        tell_of_start(config.method, adapter, world, self.memory)
+        tell_of_start(self.loop, world, self.memory)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)
         self.joining.follow(self.preemption.orders, self.preemption.changing.loaded)

@@ -18,4 +18,5 @@ def memory_of(loop: OuterLoop) -> OuterMemory:
         adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
         adapter.device.type != "cpu",
         loop.state.is_on_disk,
+        loop.state.resources.side is not None,
     )

@@ -98,7 +98,9 @@ class Records:
         first = self._first_record
         planned = {name: size for name, size in vars(memory).items() if size}
         more = loop.beginning.record
-        self._first_record = lambda: {**first(), "outer_memory": planned, **more()}
+        cores = loop.state.resources.cores
+        told = {} if cores is None else {"coding_cores": cores.cores}
+        self._first_record = lambda: {**first(), "outer_memory": planned, **told, **more()}
 
     @property
     def measured(self) -> MeasuredRates | None:

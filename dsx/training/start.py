@@ -18,7 +18,7 @@ from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.method.fragments import fewer_than_usual
-from dsx.method.method import Method
+from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory
 from dsx.outer.whole_matrices import tell_what_is_factored
 from dsx.telemetry.behind import Behind
@@ -29,10 +29,9 @@ from dsx.telemetry.trace.recorder import Trace
 logger = logging.getLogger(__name__)
 
 
-def tell_of_start(
-    method: Method, adapter: EngineAdapter, world: World, memory: OuterMemory
-) -> None:
+def tell_of_start(loop: OuterLoop, world: World, memory: OuterMemory) -> None:
     """Log how the method meets this model; collective over the ranks of a cluster of stages."""
+    method, adapter, resources = loop.method, loop.adapter, loop.state.resources
     counts = [len(adapter.fragments)]
     if adapter.stage.count > 1 and method.fragments.num_fragments == "auto":
         own = [adapter.stage.index, *counts]
@@ -44,6 +43,11 @@ def tell_of_start(
         logger.info(fewer)
     tell_what_is_factored(method, adapter)
     logger.info("outer state of this rank, on %s: %s", adapter.device, memory)
+    logger.info("coding threads of this rank (coding.cores): %s", resources.cores)
+    if method.compression.takes_turns:
+        side = resources.side
+        where = "the host" if side is None else f"{side.device}, in a stream of their own"
+        logger.info("factors are made on %s (coding.factors)", where)
 
 
 def start_record(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict[str, Any]:

@@ -13,11 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 from dsx.bench.gpu import checks, sync_watch
+from dsx.bench.gpu.factors import on
 from dsx.bench.gpu.job import SHORT, Job, Seen
 from dsx.bench.gpu.table import Row, as_markdown
 from dsx.cli import app
+from dsx.compress.factor_products import SideProducts
 from dsx.config.schema import PRESETS, preset
 from dsx.core.host_numbers import HostNumbers
+from tests.compress.side_streams import on_the_side
 
 JOB = Job("torch", "diloco")
 GOOD = Seen([6.0, 5.0, 2.0, 2.0, 2.0, 2.0], "a", "nccl", {}, 100, 100, 0.1, 0.0, 0.0, 8)
@@ -149,3 +152,13 @@ def test_waits_are_those_of_the_training_thread_in_dsx_and_outside_the_bench() -
     assert seen[1] is not None and seen[1].startswith("core/host_numbers.py:")
     Waited().synchronize()
     assert len(seen) == 3
+
+
+def test_low_rank_is_looked_at_on_the_device() -> None:
+    """With the CPU for a device; one whose means are others fails."""
+    rows = on(on_the_side(), 64, 48, 4, 1)
+    assert [row.outcome for row in rows] == ["ok", "seen", "seen", "seen", "seen"]
+    assert rows[0].seen == "equal" and "ns an element" in rows[1].seen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SideProducts, "mean", lambda self, p, sp, q, sq, out: out.zero_())
+        assert on(on_the_side(), 64, 48, 4, 1)[0].outcome == "failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 
 from dsx.comm.in_process import InProcessTransport
 from dsx.config.schema import PRESETS, preset
+from dsx.engines import simulated
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.resources import Resources
+from tests.compress.side_streams import on_the_side
 from tests.levels import in_turn
 from tests.simulated import Simulated
 
@@ -196,3 +200,32 @@ def test_norms_of_tensors_take_a_vector(name: str) -> None:
         run.train_step(loss)
     assert run.method.measures_tensors
     require_predicted(run)
+
+
+@pytest.mark.parametrize("rounds_in_codes", [0, 1])
+def test_what_factors_are_made_in_beside_training_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, rounds_in_codes: int
+) -> None:
+    side = on_the_side()
+    with_side = partial(OuterLoop, resources=Resources(side=side))
+    monkeypatch.setattr(simulated, "OuterLoop", with_side)
+    method = preset(
+        "diloco", 2, schedule={"interval": 1},
+        compression={"type": "low_rank", "rank": 4, "dense_rounds": rounds_in_codes},
+    )  # fmt: skip
+    run = Simulated(Net(), sgd, method, 2)
+    for _ in range(3):
+        run.train_step(loss)
+    run.finish()
+    for loop in run.loops:
+        counts = [len(parameters) for parameters in loop.adapter.fragment_parameters]
+        wire = [gather.wire for gather in loop.matrix_gathers]
+        own = method, loop.adapter.fragments, counts, wire, 2
+        memory = predict(*own, factors_are_there=True)
+        assert loop.state.allocator.given["factors"] == memory.factors > 0
+        assert predict(*own).factors == 0
+        for place in ("masters", "host", "disk"):
+            more = memory.on_device(place) - predict(*own).on_device(place)
+            assert more == memory.factors
+            assert memory.on_host(place) == predict(*own).on_host(place)
+            assert memory.on_disk(place) == predict(*own).on_disk(place)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dsx.comm.in_process import InProcessHub
 from dsx.compress.base import Compressor, Dense, Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
+from dsx.core.exchange import next_round
 from dsx.core.membership import Member, Membership, Seat
 from dsx.core.transport import Submission
 from dsx.outer.channel import FragmentChannel
@@ -267,3 +269,38 @@ def test_a_sideband_of_another_membership_is_refused() -> None:
             torch.zeros(NUMEL), lambda: True, Launch(1), ParityResult(),
             Sideband(shape, torch.zeros(shape.numel)), None, once(torch.zeros(NUMEL)),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", [LowRank(rank=RANK), Quantized(error_feedback="fp32")])
+def test_a_turn_is_held_while_something_is_coded_and_never_over_a_message(
+    codec: Compressor,
+) -> None:
+    """Nor twice at a time by one thread, which would wait for itself."""
+    held, taken = [False], [0]
+
+    @contextmanager
+    def turn() -> Generator[None, None, None]:
+        assert not held[0]
+        held[0], taken[0] = True, taken[0] + 1
+        yield
+        held[0] = False
+
+    seats = [Seat.of(m, 2) for m in range(2)]
+    channels = [FragmentChannel(codec, FRAGMENT, RANK, seat, turn=turn) for seat in seats]
+    sent, shape = correlated(NUMEL, 2), SidebandShape(0, 1, 0, 2)
+    exchanges = [
+        channel.exchange(
+            x, lambda: True, Launch(1, RANK), ParityResult(),
+            Sideband(shape, torch.zeros(shape.numel)), None, x.clone,
+        )
+        for channel, x in zip(channels, sent, strict=True)
+    ]  # fmt: skip
+    messages = 0
+    while rounds := [r for r, _ in map(next_round, exchanges) if r is not None]:
+        assert not held[0]
+        messages += 1
+        for own, peer in ((0, 1), (1, 0)):
+            pairs = zip(rounds[own].outgoing[peer], rounds[peer].incoming[own], strict=True)
+            for data, place in pairs:
+                place.copy_(data)
+    assert messages >= 3 and taken[0] >= 2 * 3 and not held[0]

@@ -21,6 +21,7 @@ from dsx.outer import mapped
 from dsx.outer.loop import OuterLoop
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.memory import predict
+from dsx.outer.resources import Resources
 from tests.outer.test_memory import Net, sgd
 from tests.simulated import Simulated
 
@@ -121,7 +122,7 @@ def test_state_in_files_gives_the_bits_of_state_in_memory(
 ) -> None:
     num_clusters = 4 if method == "recommended" else 2  # owners keep what means lose, too
     in_memory = trained(method, num_clusters)
-    monkeypatch.setattr(simulated, "OuterLoop", partial(OuterLoop, state_folder=tmp_path))
+    monkeypatch.setattr(simulated, "OuterLoop", partial(OuterLoop, resources=Resources(tmp_path)))
     in_files = trained(method, num_clusters)
     for ours, theirs in zip(in_files.loops, in_memory.loops, strict=True):
         for fragment in ours.adapter.fragments:
@@ -146,7 +147,7 @@ def test_what_is_in_files_is_told_as_disk(tmp_path: Path, monkeypatch: pytest.Mo
             self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
 
     method = preset("dilocox", 2, control={"type": "fixed"}, compression={"rank": 64})
-    monkeypatch.setattr(simulated, "OuterLoop", partial(OuterLoop, state_folder=tmp_path))
+    monkeypatch.setattr(simulated, "OuterLoop", partial(OuterLoop, resources=Resources(tmp_path)))
     run = Simulated(Wide(), sgd, method, 2)
     loop = run.loops[0]
     counts = [len(parameters) for parameters in loop.adapter.fragment_parameters]

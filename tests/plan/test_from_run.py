@@ -160,3 +160,13 @@ def test_records_that_do_not_suffice(tmp_path: Path) -> None:
     path.write_text("\n".join(lines[:2]))
     with pytest.raises(ValueError, match="no step beyond the first 2 without a sync"):
         read_run(tmp_path)
+
+
+def test_the_cores_that_a_run_codes_on_are_its_plans(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, coding_cores=3)
+    assert read_run(tmp_path).coding_cores == 3
+    asked = {"from_run": tmp_path, "gbps": 1.0}
+    read = read_question(Given(**asked))
+    assert read.question.costs.cores == 3
+    assert any("at most 3 of a rank's cores at a time, as the run's" in f for f in read.facts)
+    assert read_question(Given(**asked, coding_cores=2)).question.costs.cores == 2

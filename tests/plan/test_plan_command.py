@@ -346,3 +346,20 @@ def test_a_thousand_layers_and_thirty_two_clusters_are_no_search_without_end() -
     found = answer(*sizes.split(), "--step-seconds", "60", "--gbps", "10", "--latency-ms", "40")
     assert time.process_time() - started < 10
     assert len(found["candidates"]) == len(PRESETS)
+
+
+def test_the_cores_of_coding_are_planned_with_and_offered() -> None:
+    asked = ["--params", "8e9", "--layers", "8", "--gpus-per-cluster", "8", "--gbps", "10"]
+    asked += ["--clusters", "2", "--step-seconds", "2", "--target", "1"]
+    without, found = answer(*asked), answer(*asked, "--coding-cores", "1")
+    assert "coding: on at most 1 of a rank's cores at a time" in found["facts"]
+    assert not any("rank's cores" in fact for fact in without["facts"])
+    seconds: list[dict[str, float]] = []
+    for rows in (without, found):
+        seconds.append({r["preset"]: r["round_seconds"] for r in rows["candidates"]})
+    assert seconds[1]["diloco"] >= seconds[0]["diloco"]
+    best = found["candidates"][0]
+    assert best["dsx"]["coding"] == {"cores": 1} and "--dsx-coding-cores 1" in best["flags"]
+    assert "coding" not in without["candidates"][0]["dsx"]
+    with pytest.raises(AssertionError, match="--coding-cores=5000 must be 1 to 4096"):
+        answer(*asked, "--coding-cores", "5000")

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsx.compress.base import Dense
+from dsx.compress.low_rank import LowRank
 from dsx.config.schema import preset
+from dsx.core.types import Fragment, Slot
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.method import Method
+from dsx.plan.coding import coded_at_once, coding_seconds
 from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
 from dsx.plan.predict import at_interval, data_parallel, fitting_interval, predict
 from dsx.plan.published.closed_forms import data_parallel_step_seconds
@@ -224,6 +228,45 @@ def test_transfers_of_one_fragment_come_one_after_another() -> None:
     line = SharedLink(1)
     numbers = [line.launch(at, 0, Cost(1.0, 2.0, 1.0)) for at in (0.0, 1.0, 20.0)]
     assert [line.end(number) for number in numbers] == [4.0, 8.0, 24.0]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "ends"),
+    [(1, [1.5, 2.5, 3.5]), (2, [2.0, 2.0, 2.5]), (3, [2.5] * 3), (None, [2.5] * 3)],
+)
+def test_transfers_wait_for_a_core_to_code_on(at_once: int | None, ends: list[float]) -> None:
+    """Three at once: each codes for a second, then shares the line with those that have."""
+    line = SharedLink(3, at_once)
+    cost = Cost(1.0, 0.5, 0.0, coded_before=1.0)
+    numbers = [line.launch(0.0, fragment, cost) for fragment in range(3)]
+    assert [line.end(number) for number in numbers] == pytest.approx(ends)
+
+
+def test_a_wait_for_messages_takes_no_core() -> None:
+    line = SharedLink(2, 1)
+    numbers = [line.launch(0.0, f, Cost(3.0, 0.5, 2.0, 0.0, 1.0, 1.0)) for f in range(2)]
+    # the second codes from 1 to 2, and behind the line for a second when the first has
+    assert [line.end(number) for number in numbers] == pytest.approx([5.5, 6.5])
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(1, 4 * 40.0), (2, 2 * 40.0), (4, 40.0)])
+def test_codes_of_a_round_take_what_the_budget_leaves_them(cores: int, seconds: float) -> None:
+    """Four fragments, each 40 s of copies, sums and hashes on a core; the line takes nothing."""
+    slow = Costs(FREE.formats, copy_bytes_per_second=4e5, cores=cores)
+    free = line_of(1e-6, 4 * 10**6)
+    found = predict(LATE, of_sizes([10**6] * 4), 1.0, free, 2, slow)
+    assert found.round_seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_factors_are_made_on_all_cores_one_fragment_at_a_time() -> None:
+    fragment, method = Fragment(0, 0, (Slot("w", (4096, 4096), 0),)), LowRank(rank=64)
+    one = coding_seconds(fragment, method, 64, 2, Costs(cores=1))
+    four = coding_seconds(fragment, method, 64, 2, Costs(cores=4))
+    assert one == coding_seconds(fragment, method, 64, 2, Costs())
+    saved = 3 * 2 * 4096**2 * 64 / Costs().flops * 3 / 4
+    assert sum(one) - sum(four) == pytest.approx(saved)
+    assert [coded_at_once(method, Costs(cores=n)) for n in (None, 1, 4)] == [None, 1, 1]
+    assert [coded_at_once(Dense(), Costs(cores=n)) for n in (None, 1, 4)] == [None, 1, 4]
 
 
 def test_what_a_line_counts_beside_the_payload() -> None:

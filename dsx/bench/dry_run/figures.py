@@ -25,7 +25,7 @@ from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.state import StateStore
 from dsx.outer.whole_matrices import plan_gathers, wires_of
-from dsx.plan.memory.plan import launched_together
+from dsx.plan.memory.plan import factors_there, launched_together
 from dsx.plan.traffic import Load, Share, Traffic
 
 _AT_THE_START = ("anchor", "outer_optimizer", "delay", "staleness", "transfers")  # allocated then
@@ -117,7 +117,8 @@ def figures_of(
     largest = max(range(len(built)), key=outer_state)
     place = config.state.device
     is_there = has_accelerators and place == "masters"
-    memory, saved = _held(config, layouts, ranks[largest], largest, is_there)
+    where = is_there, factors_there(config, has_accelerators)
+    memory, saved = _held(config, layouts, ranks[largest], largest, where)
     launched = 4 * launched_together(config, built[largest].fragments)
     on_device = memory.on_device(place) + (launched if place == "masters" else 0)
     return StageFigures(
@@ -154,9 +155,12 @@ def _held(
     layouts: Sequence[Sequence[Fragment]],
     rank: RankFigures,
     shard: int,
-    is_on_accelerator: bool,
+    is_on_accelerator: tuple[bool, bool],
 ) -> tuple[OuterMemory, int]:
-    """Return what a rank's outer state takes, and the bytes that it saves, none under way."""
+    """Return what a rank's outer state takes, and the bytes that it saves, none under way.
+
+    `is_on_accelerator`: whether outer steps are taken there, and factors are made there.
+    """
     method, clusters = config.method, config.clusters.num_clusters
     own, compression = rank.built, config.method.compression
     is_whole = compression.needs_whole_matrices
@@ -164,8 +168,8 @@ def _held(
     gathers = plan_gathers(together, place, compression.takes, None)
     in_cluster = own.buffer_bytes + sum(gather.buffer_bytes for gather in gathers)
     said = predict(
-        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster, is_on_accelerator,
-        config.state.device == "disk",
+        method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster,
+        is_on_accelerator[0], config.state.device == "disk", is_on_accelerator[1],
     )  # fmt: skip
     adapter: Any = SimpleNamespace(
         fragments=own.fragments, device=torch.device("cpu"), pins_host_memory=False

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dsx.bench.gpu import checks
+from dsx.bench.gpu.factors import factors
 from dsx.bench.gpu.runs import Machine
 from dsx.bench.gpu.table import Row
 
@@ -46,7 +47,8 @@ def check(
     machine = Machine(gpus or found)
     rows: list[Row] = []
     places = {
-        "copies": checks.copies, "codecs": checks.codecs, "launches": checks.launches,
+        "copies": checks.copies, "codecs": checks.codecs, "factors": factors,
+        "launches": checks.launches,
         "overhead": lambda: checks.own_cost(machine, folder),
         "trains": lambda: checks.trained(machine, folder, at_once, engines),
     }  # fmt: skip

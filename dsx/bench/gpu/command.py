@@ -18,7 +18,7 @@ ENGINES = (
     "torch", "torch_ddp", "torch_fsdp2", "deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero2",
     "deepspeed_zero3", "megatron", "megatron_distributed", "torch_apex",
 )  # fmt: skip
-CHECKS = ("copies", "codecs", "launches", "overhead", "trains")
+CHECKS = ("copies", "codecs", "factors", "launches", "overhead", "trains")
 
 
 @one_line_errors("bench gpu", RuntimeError)
@@ -46,7 +46,8 @@ def gpu(
 
     Every preset and engine trains in two clusters, NCCL inside and host links between; on a single
     GPU both share it. Counted are places where dsx makes the host wait for the device, its memory
-    against the plan, its share of a step, and the codecs' speed on the device.
+    against the plan, its share of a step, and the codecs' speed on the device, on which low rank
+    comes to the host's bits beside training.
     """
     from rich.console import Console
 
