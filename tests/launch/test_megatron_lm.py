@@ -109,7 +109,7 @@ def pretrain(
         own += ["--dsx-rendezvous", rendezvous, *DSX, *MODEL, *arguments]
         started.append(([str(tree / script), *own], log))
     if tree in FORKED:
-        codes = FORKED[tree].run(started, ranks, DEADLINE)
+        codes = FORKED[tree].run(started, ranks, environment(tree), DEADLINE)
     else:
         codes = launched(DRIVER, started, ranks, environment(tree), DEADLINE)
     texts = [log.read_text() for log in logs]
