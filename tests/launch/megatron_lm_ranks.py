@@ -66,7 +66,8 @@ class ForkedRanks:
     ) -> list[int]:
         """Run each cluster's ranks, by its arguments and log, in an environment.
 
-        Return a status of each cluster: 0 where all its ranks have ended well. TimeoutError where one has not ended in time.
+        Return a status of each cluster: 0 where all its ranks have ended well. TimeoutError where
+        one has not ended in time.
         """
         numbers = [[next(self._numbers) for _ in range(ranks)] for _ in clusters]
         running = {number: m for m, own in enumerate(numbers) for number in own}
