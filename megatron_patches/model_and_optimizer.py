@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dsx.engines.attach import attach_megatron
 from dsx.engines.megatron.checkpoint import look_for_own
+from dsx.engines.megatron.parameters import unwrapped
 from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from dsx.training.positions import SAMPLES
@@ -109,7 +110,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         facts={"arguments": facts, "data": run.data, "validation": run.validation},
         settings={"arguments": settings_of_arguments(arguments)},
         tracked={SAMPLES: run.division.place},
-        vocab_size=_vocab_size(arguments),
+        vocab_size=_vocab_size(arguments, model),
         own_part=arguments.save,
     )
     run.handle.preemption.engine = EndOfLoop()
@@ -132,8 +133,13 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
     )
 
 
-def _vocab_size(arguments: Any) -> int | None:
-    """Return the tokenizer's vocabulary, which Megatron has padded; None where there is none."""
+def _vocab_size(arguments: Any, model: Any) -> int | None:
+    """Return the tokenizer's vocabulary, which Megatron has padded.
+
+    None where there is none, and of a model of several parts, which tells no rows of its own.
+    """
+    if not hasattr(unwrapped(model[0]), "vocab_size"):
+        return None
     size = getattr(probe.tokenizer(), "vocab_size", None)
     padded = getattr(arguments, "padded_vocab_size", None)
     return size if isinstance(size, int) and padded and 0 < size <= padded else None

@@ -193,7 +193,7 @@ def of_tree(tree: Path, folder: Path, is_quick: bool) -> Row:
     if checked.returncode:
         wrong = [line for line in checked.stdout.splitlines() if not line.startswith("ok ")]
         row.why.append(_short(wrong[0] if wrong else last))
-    given = ["--forked-ranks", "--megatron-lm", str(tree.absolute())]
+    given = ["--forked-ranks", f"--megatron-lm={tree.absolute()}"]
     _fill(row, "megatron", python, is_quick, given)
     return row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,6 +18,10 @@ MEGATRON = ("tests/engines/test_megatron", "tests/test_templates")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    tree = config.getoption("--megatron-lm")
+    if tree and config.rootpath.resolve() != Path(__file__).resolve().parents[1]:
+        # as pytest takes a word of its own for a place of tests, and reads that tree's settings
+        raise pytest.UsageError(f"write --megatron-lm={tree}, in one word")
     if config.getoption("markexpr") != "gpu":
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 

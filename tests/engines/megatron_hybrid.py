@@ -6,6 +6,7 @@ megatron-core. The mixer is Megatron's, its kernels are a stand-in (tests/stand_
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import megatron.core.ssm.mamba_block as mamba_block
@@ -27,7 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 
 PATTERN = "M*-M"
 
-mamba_block.TENorm = WrappedTorchNorm  # the final norm is not in the specification
+# the final norm is not in the specification; from core 0.18 on its file is another
+sys.modules[mamba_block.MambaStack.__module__].TENorm = WrappedTorchNorm  # type: ignore[attr-defined]
 _mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
 _attention = SelfAttentionSubmodules(
     linear_qkv=ColumnParallelLinear,

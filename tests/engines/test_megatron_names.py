@@ -59,6 +59,7 @@ def name_everything() -> dict[str, Any]:
     from dsx.bench.megatron_on_cpu import install
 
     install()
+    from dsx.engines.megatron.model_notes import NoteTaker
     from dsx.engines.megatron.parameters import Coordinates, name_parameters
     from dsx.method.fragments import group_by_layer
 
@@ -88,12 +89,15 @@ def name_everything() -> dict[str, Any]:
     vision = model_of(OWN)
     with pytest.raises(ValueError) as apart:
         named(vision, stages=2)
+    with pytest.raises(ValueError) as rows:
+        NoteTaker([vision], [], vocab_size=40)
     last = model_of(["encoder.layers.0.mlp.weight", "lm_head.dense.weight"], first_layer=3)
     return {
         **found,
         "refused mtp": str(twice.value),
         "own": named(vision),
         "refused own": str(apart.value),
+        "refused rows": str(rows.value),
         "bert": named(model_of(BERT)),
         "last stage": named(last, stages=2),
         "t5": names,
@@ -112,6 +116,7 @@ def test_encoders_and_decoders_have_their_places() -> None:
     assert found["own"] == OWN
     assert "place of parameter vision_model.layers.0.mlp.weight of Mod" in found["refused own"]
     assert "On one stage any model is served" in found["refused own"]
+    assert "vocab_size=40: a Module has no vocab_size" in found["refused rows"]
     assert found["copies"] == ([], [MTP[0]])
     assert "dsx does not serve mtp_num_layers over 2 pipeline stages" in found["refused mtp"]
     assert "dsx does not serve Module over 2 pipeline stages" in found["refused"]

@@ -51,22 +51,35 @@ def install() -> None:
     # fully sharded data parallelism asks for streams of NCCL
     parallel_state.get_nccl_options = lambda *args: None
     datasets.compile_helpers = lambda: None
+    _build_models_without_transformer_engine()
     _copy_what_is_written_beside()
     _start_without_the_script()
-    import megatron.core.models.bert.bert_layer_specs as bert
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
-    # which pretrain_bert.py imports, whatever layers it is told to build
-    bert.bert_layer_with_transformer_engine_spec = None
     from tests.engines.megatron_fully_sharded import take_gradients_as_later_releases_do
 
     take_gradients_as_later_releases_do(megatron.core.distributed.TorchFullyShardedDataParallel)
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None
+
+
+def _build_models_without_transformer_engine() -> None:
+    """Let models be built of megatron-core's own layers that are not GPTs."""
+    sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))  # behind an installed mamba_ssm
+    import megatron.core.models.bert.bert_layer_specs as bert
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # which pretrain_bert.py imports, whatever layers it is told to build
+    bert.bert_layer_with_transformer_engine_spec = None
+    init: Any = CLIPViTModel.__init__  # its norms are torch's here, and built by other arguments
+    init.__defaults__ = tuple(
+        WrappedTorchNorm if value is torch.nn.LayerNorm else value for value in init.__defaults__
+    )
 
 
 def _copy_what_is_written_beside() -> None:

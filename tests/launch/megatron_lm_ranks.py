@@ -61,17 +61,23 @@ class ForkedRanks:
         self._numbers = count()
         Thread(target=self._listen, daemon=True).start()
 
-    def run(self, clusters: Started, ranks: int, seconds: float) -> list[int]:
-        """Run each cluster's ranks, by its arguments and log; return a status of each.
+    def run(
+        self, clusters: Started, ranks: int, environment: Mapping[str, str], seconds: float
+    ) -> list[int]:
+        """Run each cluster's ranks, by its arguments and log, in an environment.
 
-        0 where all its ranks have ended well. TimeoutError where one has not ended in time.
+        Return a status of each cluster: 0 where all its ranks have ended well. TimeoutError where
+        one has not ended in time.
         """
         numbers = [[next(self._numbers) for _ in range(ranks)] for _ in clusters]
         running = {number: m for m, own in enumerate(numbers) for number in own}
         for (arguments, log), own in zip(clusters, numbers, strict=True):
             port = str(free_port())
             for rank, number in enumerate(own):
-                self._ask(number, rank, ranks, port, arguments, log)
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                place |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+                place |= {"MASTER_PORT": port}
+                self._ask(number, {**environment, **place}, arguments, log)
         pids: dict[int, int] = {}
         statuses, failed_at = [0] * len(clusters), [float("inf")] * len(clusters)
         end = time.monotonic() + seconds
@@ -98,11 +104,8 @@ class ForkedRanks:
         self._server.wait(timeout=60)
 
     def _ask(
-        self, number: int, rank: int, ranks: int, port: str, arguments: Sequence[str], log: Path
+        self, number: int, environment: Mapping[str, str], arguments: Sequence[str], log: Path
     ) -> None:
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        environment |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": port}
         asked = {"number": number, "environment": environment, "log": str(log)}
         asked["arguments"] = [str(each) for each in arguments]
         assert self._server.stdin

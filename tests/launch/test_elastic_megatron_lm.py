@@ -1,4 +1,4 @@
-"""Unmodified `pretrain_gpt.py`: a killed cluster comes back; `--megatron-lm PATH -m slow`."""
+"""Unmodified `pretrain_gpt.py`: a killed cluster comes back; `--megatron-lm=PATH -m slow`."""
 
 from __future__ import annotations
 

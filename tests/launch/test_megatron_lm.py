@@ -1,4 +1,4 @@
-"""Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `--megatron-lm PATH -m slow`.
+"""Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `--megatron-lm=PATH -m slow`.
 
 The tree is copied without its history; nothing is written into it. It needs what that release
 imports: triton, pyyaml, regex, six (its requirements), and a compiled `helpers_cpp`, which
@@ -61,7 +61,7 @@ def tree(
 ) -> Iterator[Path]:
     given = request.config.getoption("--megatron-lm")
     if given is None:
-        pytest.skip("no Megatron-LM tree: give one with --megatron-lm PATH")
+        pytest.skip("no Megatron-LM tree: give one with --megatron-lm=PATH")
     copy = tmp_path_factory.mktemp("megatron_lm") / "tree"
     shutil.copytree(given, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
     found = importlib.util.find_spec("megatron.core")  # not imported: the ranks do
@@ -109,7 +109,7 @@ def pretrain(
         own += ["--dsx-rendezvous", rendezvous, *DSX, *MODEL, *arguments]
         started.append(([str(tree / script), *own], log))
     if tree in FORKED:
-        codes = FORKED[tree].run(started, ranks, DEADLINE)
+        codes = FORKED[tree].run(started, ranks, environment(tree), DEADLINE)
     else:
         codes = launched(DRIVER, started, ranks, environment(tree), DEADLINE)
     texts = [log.read_text() for log in logs]

@@ -1,4 +1,4 @@
-"""`dsx export` of an unmodified `pretrain_gpt.py`: `--megatron-lm PATH -m slow`.
+"""`dsx export` of an unmodified `pretrain_gpt.py`: `--megatron-lm=PATH -m slow`.
 
 Megatron's own checkpoint of the finished run is the oracle: its format puts slices together itself.
 """

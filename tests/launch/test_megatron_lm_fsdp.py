@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism in a tree's unmodified script: `--megatron-lm PATH -m slow`."""
+"""Fully sharded data parallelism in a tree's unmodified script: `--megatron-lm=PATH -m slow`."""
 
 from __future__ import annotations
 

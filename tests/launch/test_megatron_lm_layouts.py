@@ -1,4 +1,4 @@
-"""Hugging Face to an unmodified `pretrain_gpt.py` and back: `--megatron-lm PATH -m slow`.
+"""Hugging Face to an unmodified `pretrain_gpt.py` and back: `--megatron-lm=PATH -m slow`.
 
 A folder becomes a checkpoint, which two clusters train on from; their average becomes a folder, and
 a checkpoint that another layout loads. With a learning rate of zero that one saves what it loaded.

@@ -1,4 +1,4 @@
-"""Unmodified `pretrain_gpt.py` with `--mtp-num-layers`: `--megatron-lm PATH -m slow`."""
+"""Unmodified `pretrain_gpt.py` with `--mtp-num-layers`: `--megatron-lm=PATH -m slow`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain Megatron-LM into clusters and back, in a tree: `--megatron-lm PATH -m slow`."""
+"""Plain Megatron-LM into clusters and back, in a tree: `--megatron-lm=PATH -m slow`."""
 
 from __future__ import annotations
 

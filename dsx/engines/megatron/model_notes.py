@@ -15,7 +15,7 @@ from dsx.engines.settings import plain
 class NoteTaker:
     """Notes of the chunks of this rank; `vocab_size` without the rows that pad the vocabulary.
 
-    ValueError for a `vocab_size` that the model has not as many rows for.
+    ValueError for a `vocab_size` that the model has not as many rows for, or tells none of.
     """
 
     def __init__(
@@ -23,7 +23,12 @@ class NoteTaker:
     ) -> None:
         self._model = unwrapped(chunks[0])
         rows = getattr(self._model, "vocab_size", None)
-        if vocab_size is not None and not (rows and 1 <= vocab_size <= rows):
+        if vocab_size is not None and rows is None:
+            raise ValueError(
+                f"vocab_size={vocab_size}: a {type(self._model).__name__} has no vocab_size, which "
+                "would tell how many rows its vocabulary has; leave it out"
+            )
+        if vocab_size is not None and not 1 <= vocab_size <= rows:
             raise ValueError(
                 f"vocab_size={vocab_size} must be between 1 and the {rows} rows of the model's "
                 "vocabulary, padding included; leave it out where it is not known"
