@@ -324,7 +324,7 @@ class OuterLoop:
         self.recovery.count_idle(transfer, self.history)
         mean, norm, gather = mean_on_wire, transfer.buffers.mean_norm, self.matrix_gathers[fragment]
         if gather.is_needed or self.state.device.type != mean.device.type:
-            mean, norm, arrival.is_used_up = self.state.scratch(fragment, "mean"), None, True
+            mean, norm, arrival.is_used_up = self.state.whole(fragment, "mean"), None, True
             gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
         seconds = transfer.pending.seconds / transfer.shared_by

@@ -11,9 +11,10 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     state of before the attempt under way, but for residuals that change at its end (low rank),
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
     factors once for all fragments, which take turns),
-    work space: 2 vectors of L shared by all fragments; one more where local parameters, or
-    penalties of single elements, go into the outer step, and where norms of tensors are taken;
-    with slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
+    work space: 2 vectors shared by all fragments; one more where local parameters, or penalties of
+    single elements, go into the outer step, and where norms of tensors are taken: of 2^20 elements
+    on a host, of L where work_space.py says so; with slots in bf16 tiles in fp32, whole vectors
+    where a clip measures tensors,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
@@ -41,6 +42,7 @@ from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.sideband import sideband_shape
+from dsx.outer.work_space import work_lengths
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
 _AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
@@ -145,7 +147,7 @@ def predict(
         attempts=4 * (kept_of_sent * wire + buffers * sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * _num_work_vectors(method) * longest
+        work_space=4 * sum(work_lengths(method, fragments, on_the_wire, is_on_accelerator).values())
         + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
@@ -164,12 +166,6 @@ def _rounding_bytes(outer: OuterOptimizer, longest: int) -> int:
     tile = min(longest, ROUNDED_TOGETHER)
     in_fp32 = longest if outer.measures_tensors else tile
     return 4 * len(outer.slots) * in_fp32 + _NOISE_BYTES * tile
-
-
-def _num_work_vectors(method: Method) -> int:
-    """Return how many vectors are worked in: the mean, one beside it, and what some also need."""
-    is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
-    return 2 + (method.delay.needs_local or is_elementwise) + method.measures_tensors
 
 
 def _of_channels(

@@ -24,10 +24,11 @@ from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.deferral import Deferral
 from dsx.outer.outer_update import OuterUpdate
-from dsx.outer.parts import Part, joined, parts_of, says
+from dsx.outer.parts import Part, joined, parts_of
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
+from dsx.outer.work_space import says
 
 
 @dataclass
@@ -103,7 +104,8 @@ class OuterStep:
         delay, unsent = self._method.delay, dict[int, Tensor]()
         is_replaced = delay.rounds_under_way and not delay.keeps_unsent
         for fragment in sorted(fragments) if is_replaced else ():
-            local = torch.empty_like(self._state.scratch(fragment, "work"))
+            numel = self._adapter.fragments[fragment].numel
+            local = torch.empty(numel, device=self._state.device)
             self._adapter.read(fragment, local)
             slots = self._state.slots[fragment].delay
             unsent[fragment] = delay.contribution(local, self._state.anchor[fragment], slots)
@@ -158,7 +160,7 @@ class OuterStep:
         staleness, scratch = self._method.staleness, self._work(fragment, part, "work")
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:
-            sideband = self._state.scratch(fragment, "local").copy_(sideband)
+            sideband = self._state.scratch("local", sideband.numel()).copy_(sideband)
         elif sideband.numel():
             # as the mean: who writes the buffer next has waited for this copy
             sideband = sideband.to(mean.device, non_blocking=True, copy=True)
@@ -226,7 +228,7 @@ class OuterStep:
 
     def _work(self, fragment: int, part: Part, purpose: str) -> Tensor:
         """Return work space as long as a part: the same for every one, so it stays at hand."""
-        return self._state.scratch(fragment, purpose)[: part.numel]
+        return self._state.scratch(purpose, part.numel)
 
     def _update(
         self,

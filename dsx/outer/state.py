@@ -6,7 +6,7 @@ that was before the attempt under way), and what the transfers that may be under
 turns with (arenas.py): on the host (pinned when the state is on an accelerator) vectors for what is
 sent and what travels, sidebands of both, and where the masters are what the delay policy keeps.
 With a `folder`, in files there: all but what travels, codes, and what is worked in.
-Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
+Shared by all fragments: scratch vectors (work_space.py), allocated when first used.
 Nothing is allocated after the first round.
 """
 
@@ -31,6 +31,7 @@ from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.sideband import Sideband, sideband_shape
+from dsx.outer.work_space import work_lengths
 
 
 @dataclass
@@ -109,7 +110,9 @@ class StateStore:
         # told of a fragment whose anchor, and the outer optimizer's buffers, are about to change
         self.before_write: Callable[[int], object] = lambda fragment: None
         self.gate = Lock()  # while channels are opened anew, or looked at
-        self._longest = max(self._numel, default=0)
+        self._work_lengths = work_lengths(
+            method, fragments, on_the_wire, adapter.device.type != "cpu"
+        )
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.work_space("work_space")
 
@@ -181,11 +184,17 @@ class StateStore:
         for of_fragment in self._buffers:
             of_fragment.free()
 
-    def scratch(self, fragment: int, purpose: str) -> Tensor:
-        """Return the shared work vector for a purpose, cut to the fragment's length."""
-        if purpose not in self._scratch:
-            self._scratch[purpose] = self._work_space.zeros(self._longest)
-        return self._scratch[purpose][: self._numel[fragment]]
+    def scratch(self, purpose: str, numel: int) -> Tensor:
+        """Return the first `numel` elements of the shared work vector for a purpose."""
+        length = max(numel, self._work_lengths.get(purpose, 0))
+        found = self._scratch.get(purpose)
+        if found is None or found.numel() < numel:
+            found = self._scratch[purpose] = self._work_space.zeros(length)
+        return found[:numel]
+
+    def whole(self, fragment: int, purpose: str) -> Tensor:
+        """Return a shared work vector, cut to the fragment's length."""
+        return self.scratch(purpose, self._numel[fragment])
 
     def outgoing(self, fragment: int) -> Tensor:
         """Return where a contribution is made.
@@ -195,7 +204,7 @@ class StateStore:
         """
         if self.device.type == "cuda":
             return torch.empty(self._numel[fragment], device=self.device)
-        return self.scratch(fragment, "mean")
+        return self.whole(fragment, "mean")
 
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""
