@@ -7,7 +7,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     outer optimizer where it has the same, too (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
     attempts: what is sent, kept as it was, 4w (on the host, pinned; transfers take turns with those
-    vectors: arenas.py; where codes are made at the launch, they are kept instead), and the codec's
+    vectors: arenas.py; where codes are made at the launch, they are kept instead, and where means
+    leave their memory to launches, passing_on.py, those are all), and the codec's
     state of before the attempt under way, but for residuals that change at its end (low rank),
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
     factors once for all fragments, which take turns),
@@ -41,6 +42,7 @@ from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
+from dsx.outer.passing_on import passes_on
 from dsx.outer.sideband import sideband_shape
 from dsx.outer.work_space import work_lengths
 
@@ -133,6 +135,9 @@ def predict(
     of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
+    if passes_on(method, is_on_accelerator, is_on_disk):
+        kept_of_sent = 0
+    worked_in = work_lengths(method, fragments, on_the_wire, is_on_accelerator, is_on_disk)
     longest = max((f.numel for f in fragments), default=0)
     hashed = _HASH_BYTES
     if is_on_accelerator:
@@ -147,7 +152,7 @@ def predict(
         attempts=4 * (kept_of_sent * wire + buffers * sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * sum(work_lengths(method, fragments, on_the_wire, is_on_accelerator).values())
+        work_space=4 * sum(worked_in.values())
         + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )

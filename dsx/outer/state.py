@@ -29,6 +29,7 @@ from dsx.method.outer_optimizer import slot_dtypes
 from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
+from dsx.outer.passing_on import passes_on
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.sideband import Sideband, sideband_shape
 from dsx.outer.work_space import work_lengths
@@ -87,11 +88,14 @@ class StateStore:
         ]
         self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
         self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
+        self.passes_on = passes_on(method, adapter.device.type != "cpu", self.is_on_disk)
         self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
         kept = None if method.keeps is None else self._of_policies["delay"]
         self._buffers = [
-            self._new_buffers(f.id, self._travelling, self._attempts, kept, method.max_in_flight)
+            self._new_buffers(
+                f.id, self._travelling, self._attempts, kept, method.max_in_flight, self.passes_on
+            )
             for f in fragments
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
@@ -111,7 +115,7 @@ class StateStore:
         self.before_write: Callable[[int], object] = lambda fragment: None
         self.gate = Lock()  # while channels are opened anew, or looked at
         self._work_lengths = work_lengths(
-            method, fragments, on_the_wire, adapter.device.type != "cpu"
+            method, fragments, on_the_wire, adapter.device.type != "cpu", self.is_on_disk
         )
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.work_space("work_space")
@@ -129,10 +133,11 @@ class StateStore:
         attempts: Buffers,
         kept: Buffers | None,
         count: int,
+        passes_on: bool = False,
     ) -> Arenas:
         numel, shape = self._wire_numel[fragment], self._shapes[fragment]
         vectors = [travelling.zeros(numel) for _ in range(count)]
-        more = 0 if self._at_launch else count if self.is_on_disk else 1
+        more = 0 if self._at_launch or passes_on else count if self.is_on_disk else 1
         others = [attempts.zeros(numel) for _ in range(more)]
         sidebands: list[tuple[Sideband, Sideband, Tensor | None]] = []
         for _ in range(count):
@@ -143,7 +148,7 @@ class StateStore:
             sidebands.append((sideband, posted, of_policy))
         if self.is_on_disk and not self._at_launch:
             return Arenas(sidebands, others, vectors)
-        return Arenas(sidebands, [*vectors, *others], is_shared=bool(self._at_launch))
+        return Arenas(sidebands, [*vectors, *others], None, bool(self._at_launch), passes_on)
 
     def reopen(self, seat: Seat, fragment: int | None = None) -> None:
         """Go on under another membership, with one fragment, or all; no exchange of it is under

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer
+from dsx.outer.passing_on import passes_on
 
 LONGEST = 2**20  # elements of a part
 _GIVEN = ("contribution", "gradient", "merge", "update", "weigh", "remember")  # vectors
@@ -41,11 +42,12 @@ def work_lengths(
     fragments: Sequence[Fragment],
     on_the_wire: Sequence[Fragment],
     is_on_accelerator: bool,
+    is_on_disk: bool,
 ) -> dict[str, int]:
     """Return the elements of each vector that a rank works in, by purpose, fp32.
 
     `fragments` are the rank's, `on_the_wire` the same as they travel; `is_on_accelerator`: outer
-    steps are taken there.
+    steps are taken there; `is_on_disk`: the state is.
     """
     whole = max((fragment.numel for fragment in fragments), default=0)
     goes_in_parts = is_cut(method, method.outer_optimizer) and not is_on_accelerator
@@ -60,6 +62,8 @@ def work_lengths(
     is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
     if method.delay.needs_local or is_elementwise:
         lengths["local"] = whole if is_elementwise else part
+    if passes_on(method, is_on_accelerator, is_on_disk):
+        lengths["next"] = part
     if method.measures_tensors:
         lengths["fold"] = whole
     return lengths
