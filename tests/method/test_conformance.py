@@ -172,7 +172,7 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     held, scratch = held_bytes(loop.state), scratch_bytes(loop.state)
     assert held == 4 * expected
     assert scratch <= 16 * longest
-    assert held + scratch - before <= 3 * longest * 4  # scratch, on first use; nothing else
+    assert held + scratch - before <= 4 * longest * 4  # scratch, on first use; nothing else
 
 
 class Constant(torch.nn.Module):
