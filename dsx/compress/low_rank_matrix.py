@@ -54,6 +54,7 @@ class LowRankMatrix:
         messages: Buffers,
     ) -> None:
         self.name = slot.name
+        self.offset, self.numel = slot.offset, slot.numel  # where it lies in the fragment
         self.max_rank = max_rank
         self._owners = owners
         seat.membership.require_equal_weights()
@@ -176,13 +177,9 @@ class LowRankMatrix:
         product(p, q, self._matrix)
         self._matrix.mul_(scales_p.unsqueeze(1)).mul_(scales_q)
 
-    def write_lost(self, residual: Tensor, start: int, stop: int) -> None:
-        """Write what the own codes miss of the matrix to its place in a residual of start..stop."""
-        slot = self._slot
-        if not start <= slot.offset < stop:
-            return
-        place = slot.offset - start
-        lost = residual[place : place + slot.numel].view(self._m, self._n)
+    def write_lost(self, out: Tensor) -> None:
+        """Write what the own codes miss of the matrix to `out`, fp32 `[numel]`."""
+        lost = out.view(self._m, self._n)
         own = self._work("q", (self.rank, self._n))
         self.q.decode_own(own)
         torch.mm(self._decoded_p().T, own, out=lost)
