@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsx.core.types import History
 from dsx.outer.loop import OuterLoop
+from dsx.outer.work_space import LONGEST
 
 
 @torch.no_grad()
@@ -27,9 +28,9 @@ def find_trouble(loop: OuterLoop, moments: Iterable[Tensor]) -> str:
         return told
     norms: list[tuple[str, Tensor]] = []
     for fragment in loop.adapter.fragments:
-        if fragment.numel:
-            local = loop.state.scratch(fragment.id, "work")
-            loop.adapter.read(fragment.id, local)
+        for start in range(0, fragment.numel, LONGEST):
+            local = loop.state.scratch("work", min(LONGEST, fragment.numel - start))
+            loop.adapter.read(fragment.id, local, start)
             norms.append(("the masters", _largest(local)))
         for tensor in loop.state.named_state(fragment.id).values():
             if tensor.is_floating_point() and tensor.numel():

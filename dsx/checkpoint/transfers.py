@@ -7,7 +7,8 @@ launch. The state of a fragment's channel is that of before the first one that h
 Where a cluster that lacks a mean could not make its channel's state from it (factors, means that
 are encoded by owners), what came last goes with its own contribution and the state of before: all
 then make that attempt again. So does, if `keeps_last`, the transfer that was applied last, for a
-cluster that saves at another step and may lack it.
+cluster that saves at another step and may lack it; without its mean, where that has made room for
+the launch behind it (outer/passing_on.py).
 """
 
 from __future__ import annotations
@@ -99,12 +100,15 @@ class Stock:
             )  # fmt: skip
         last: list[dict[str, Any]] = []
         for fragment, transfer in loop.last_applied.items() if keeps_last else ():
-            is_held = transfer.buffers.holds(transfer.attempt.round)
+            buffers, round = transfer.buffers, transfer.attempt.round
+            is_held = buffers.holds(round) or buffers.is_passed_on
             before = loop.state.channels[fragment].before
-            if is_held and before.met <= transfer.attempt.round and loop.state.is_sent(fragment):
+            if is_held and before.met <= round and loop.state.is_sent(fragment):
                 key, can_redo = f"{LAST}.{fragment}", self._keeps_before(transfer, tensors)
                 is_under_way = self._is_under_way(fragment)
-                last.append(_describe(loop, transfer, key, True, can_redo, tensors, is_under_way))
+                if can_redo or not buffers.is_passed_on:
+                    entry = _describe(loop, transfer, key, True, can_redo, tensors, is_under_way)
+                    last.append(entry)
         return {"in_flight": in_flight, LAST: last}
 
     def _keeps_before(self, transfer: Transfer, tensors: dict[str, Tensor]) -> bool:
@@ -117,7 +121,8 @@ class Stock:
         newer = self._loop.history.launches[transfer.fragment] - attempt.round
         if self._loop.method.encodes_at_launch and newer >= self._loop.method.max_in_flight:
             return False  # a later launch has been encoded in its place
-        if attempt.round < self._next[transfer.fragment] - 1 or channel.can_recode(attempt.launch):
+        is_enough = channel.can_recode(attempt.launch) and not transfer.buffers.is_passed_on
+        if attempt.round < self._next[transfer.fragment] - 1 or is_enough:
             return False
         earlier = self._state_before(transfer.fragment, attempt.round)
         for name, tensor in (earlier or {}).items():
@@ -169,7 +174,8 @@ def _describe(
     named: dict[str, Tensor | None] = {"kept": buffers.kept, "norm": transfer.contribution_norm}
     is_sent = loop.state.is_sent(transfer.fragment)
     if has_arrived:
-        named |= {"mean": transfer.pending.wait(), "sideband": buffers.sideband.values}
+        mean = None if buffers.is_passed_on else transfer.pending.wait()
+        named |= {"mean": mean, "sideband": buffers.sideband.values}
     if can_redo and is_sent:
         named["posted"] = buffers.posted.values
         if not buffers.is_shared:
@@ -192,6 +198,7 @@ def _describe(
         "number": attempt.what.number,
         "round": attempt.round,
         "has_arrived": has_arrived,
+        "is_passed_on": buffers.is_passed_on,
         "can_redo": can_redo,
         "is_settled": loop.state.channels[transfer.fragment].before.is_settled(attempt.round),
         "square": attempt.square,
@@ -250,12 +257,14 @@ def _restore(
     loop: OuterLoop, entry: Mapping[str, Any], key: str, file: SavedRank, buffers: TransferBuffers
 ) -> Transfer:
     """Rebuild what `_describe` returned."""
+    buffers.is_passed_on = entry.get("is_passed_on", False)
+    has_mean = entry["has_arrived"] and not buffers.is_passed_on
     if entry["has_arrived"]:
         parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
         own = {"is_idle": entry["is_idle"], "anchor": entry["anchor"]}
         buffers.parity = replace(parity, **own, square=entry["parity"].get("square", 0.0))
     saved: dict[str, Tensor | None] = {
-        "mean": buffers.begin() if entry["has_arrived"] else None,
+        "mean": buffers.begin() if has_mean else None,
         "sideband": buffers.sideband.values,
         "kept": buffers.kept,
         "posted": buffers.posted.values,
@@ -309,7 +318,7 @@ def restored_transfer(
     fragment, launched = entry["fragment"], entry["launched"]
     is_here = entry["has_arrived"] or not loop.state.is_sent(fragment)
     here = is_here and Arrived(
-        buffers.begin(),
+        torch.empty(0) if buffers.is_passed_on else buffers.begin(),
         entry["bytes_sent"] if bytes_sent is None else bytes_sent,
         entry["seconds"] if seconds is None else seconds,
     )

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsx.compress.error_feedback import ErrorFeedback, Residual
+from dsx.compress.error_feedback import Anew, ErrorFeedback, Residual
 from dsx.compress.slices import (
     GATHERED_UP_TO,
+    LOST_TOGETHER,
     SENT,
     coded_sizes,
     exact_rounds,
@@ -34,6 +35,7 @@ from dsx.compress.slices import (
     slice_bounds,
 )
 from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.compress.wire.parts import places_of
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
@@ -109,7 +111,7 @@ class CodedMean:
         self._is_gathered = is_gathered or seat.num_clusters <= GATHERED_UP_TO
         opening = opening or Opening()
         cpu, buffers, num_clusters = torch.device("cpu"), opening.buffers, seat.num_clusters
-        self._codec = wire.codec(numel, cpu, kernels, buffers)
+        self._wire, self._codec = wire, wire.codec(numel, cpu, kernels, buffers)
         self.num_slices = lasting_slices(seat) if opening.at_launch else num_clusters
         sizes = coded_sizes(
             numel, wire, mean_wire, num_clusters, seat.position, is_gathered, self.num_slices
@@ -191,11 +193,17 @@ class CodedMean:
         if self._encoder is None:
             self._encode(self._codec, x, residual, seed, self._outgoing_of(0))
 
-    def write_lost(self, x: Tensor, out: Tensor) -> None:
-        """Write to `out` what the codes made last miss of `x`; both fp32 `[numel]`."""
+    def write_lost(self, x: Tensor, anew: Anew) -> None:
+        """Make anew what the codes made last miss of `x`, fp32 `[numel]`."""
+        together = self._wire.granularity
+        longest = max(LOST_TOGETHER // together, 1) * together
         for data, (start, stop) in zip(self._outgoing_of(0), self._bounds, strict=True):
-            self._codec.decode(data, out[start:stop])
-        torch.sub(x, out, out=out)
+            for first in range(0, stop - start, longest):
+                last = min(first + longest, stop - start)
+                places = places_of(self._wire, stop - start, first, last)
+                lost = anew.room(last - first)
+                self._codec.decode(torch.cat([data[place] for place in places]), lost)
+                torch.sub(x[start + first : start + last], lost, out=lost)
 
     def _outgoing_of(self, number: int) -> list[Tensor]:
         return self._outgoing[number % len(self._outgoing)]

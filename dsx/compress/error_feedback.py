@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dsx.compress.wire.base import TILE, Wire
 from dsx.compress.wire.formats import FORMATS, Storage, is_made_in_place
+from dsx.compress.wire.parts import places_of
 from dsx.core.buffers import Opening
 
 
@@ -48,11 +49,8 @@ def read_part(
     low = start // wire.granularity * wire.granularity
     high = min(-(-stop // wire.granularity) * wire.granularity, numel)
     part = Residual(high - low, storage, 1.0)
-    if storage == "bf16":
-        part.stored.copy_(read(wire.num_bytes(low), wire.num_bytes(high)))
-    else:  # codes, and behind those of all elements the scales
-        scales = [numel + wire.num_bytes(n) - n for n in (low, high)]
-        part.stored.copy_(torch.cat([read(low, high), read(*scales)]))
+    places = places_of(wire, numel, low, high)
+    part.stored.copy_(torch.cat([read(place.start, place.stop) for place in places]))
     return part.read()[start - low : stop - low]
 
 
@@ -125,5 +123,63 @@ class Residual:
             yield self._decayed(residual)
             self._codec.encode(residual, self.stored)
 
+    @contextmanager
+    def made_anew(self, most: int) -> Generator[Anew, None, None]:
+        """Make it anew, all of it, in order and at most so many elements at a time."""
+        if self._wire is None:
+            yield Anew(self, self.stored, 0)
+            return
+        kept_together = self._wire.granularity
+        with self._work.taken(min(most, self.numel) + kept_together) as work:
+            anew = Anew(self, work, kept_together)
+            yield anew
+            anew.end()
+
+    def write_part(self, start: int, values: Tensor) -> None:
+        """Replace elements from `start` on, whole groups but at the end, by `values` `[n]`."""
+        assert self._wire is not None
+        for begin in range(0, values.numel(), TILE):
+            piece = values[begin : begin + TILE]
+            message = torch.empty(self._wire.num_bytes(piece.numel()), dtype=torch.uint8)
+            self._codec.encode(piece, message)
+            first = start + begin
+            for place in places_of(self._wire, self.numel, first, first + piece.numel()):
+                length = place.stop - place.start
+                self.stored[place].copy_(message[:length])
+                message = message[length:]
+
     def _decayed(self, residual: Tensor) -> Tensor:
         return residual if self._decay == 1 else residual.mul_(self._decay)
+
+
+class Anew:
+    """A residual that is made anew, some elements at a time: what they are is written where `room`
+    says, and stored once there is room for the next.
+
+    `work` is where they are; what is short of a whole group waits there for the next ones. With
+    nothing `kept_together` it is the residual itself.
+    """
+
+    def __init__(self, residual: Residual, work: Tensor, kept_together: int) -> None:
+        self._residual, self._work, self._kept_together = residual, work, kept_together
+        self._stored = self._waiting = 0
+
+    def room(self, numel: int) -> Tensor:
+        """Return where the next `numel` elements are to be written, fp32."""
+        if not self._kept_together:
+            self._stored += numel
+            return self._work[self._stored - numel : self._stored]
+        self._store(self._waiting // self._kept_together * self._kept_together)
+        self._waiting += numel
+        return self._work[self._waiting - numel : self._waiting]
+
+    def end(self) -> None:
+        """Store the last ones."""
+        self._store(self._waiting)
+        assert self._stored == self._residual.numel, "a residual was not made anew as a whole"
+
+    def _store(self, numel: int) -> None:
+        self._residual.write_part(self._stored, self._work[:numel])
+        rest = self._work[numel : self._waiting].clone()
+        self._work[: rest.numel()].copy_(rest)
+        self._stored, self._waiting = self._stored + numel, rest.numel()

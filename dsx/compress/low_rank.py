@@ -44,9 +44,9 @@ from dsx.compress.quantized import (
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import Rounds, Sizes, most_work, no_rounds
+from dsx.compress.slices import LOST_TOGETHER, Rounds, Sizes, most_work, no_rounds
 from dsx.compress.wire.base import Wire
-from dsx.compress.wire.formats import FORMATS
+from dsx.compress.wire.formats import FORMATS, is_made_in_place
 from dsx.core.buffers import Opening
 from dsx.core.checks import require_choice
 from dsx.core.membership import Seat
@@ -230,8 +230,20 @@ class LowRank(Quantized):
         return 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
-        """Return what the longest residual takes in fp32, if it is stored in less."""
-        return residual_work(self.error_feedback, fragment)
+        """Return what is made anew at a time of residuals that are stored in less: what a matrix
+        in factors misses, or some elements in codes; those that fade are in fp32 as a whole.
+        """
+        if self.error_feedback in ("none", "fp32") or not fragment.coded_runs:
+            return 0
+        taken, rest = self.split(fragment)
+        together = FORMATS[self.error_feedback]().granularity
+        in_codes = runs_of(rest)
+        if self.dense_rounds or self.full_round_every:
+            in_codes = [*in_codes, *runs_of(taken)]
+        sizes = [*(slot.numel for slot in taken), *(min(b - a, LOST_TOGETHER) for a, b in in_codes)]
+        anew = 4 * (max(sizes) + together)
+        fades = not is_made_in_place(self.error_feedback, self.feedback_decay)
+        return max(anew, residual_work(self.error_feedback, fragment) if fades else 0)
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0

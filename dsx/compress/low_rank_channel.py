@@ -111,9 +111,11 @@ class LowRankChannel:
             part.settle(x)
         for part in () if is_dense else self._dense:
             if part.residual is not None:
-                with part.residual.opened() as residual, self._opening.turns.lock:
-                    for matrix in self._matrices:
-                        matrix.write_lost(residual, part.start, part.stop)
+                own = [m for m in self._matrices if part.start <= m.offset < part.stop]
+                most = max(matrix.numel for matrix in own)
+                with part.residual.made_anew(most) as anew, self._opening.turns.lock:
+                    for matrix in own:  # in order, and nothing between them
+                        matrix.write_lost(anew.room(matrix.numel))
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""

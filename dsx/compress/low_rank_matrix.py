@@ -56,6 +56,7 @@ class LowRankMatrix:
         products: Products,
     ) -> None:
         self.name = slot.name
+        self.offset, self.numel = slot.offset, slot.numel  # where it lies in the fragment
         self.max_rank = max_rank
         self._owners = owners
         seat.membership.require_equal_weights()
@@ -178,13 +179,9 @@ class LowRankMatrix:
         (p, scales_p), (q, scales_q) = self._codes(is_p=True), self._codes(is_p=False)
         self._products.mean(p, scales_p, q, scales_q, self._matrix)
 
-    def write_lost(self, residual: Tensor, start: int, stop: int) -> None:
-        """Write what the own codes miss of the matrix to its place in a residual of start..stop."""
-        slot = self._slot
-        if not start <= slot.offset < stop:
-            return
-        place = slot.offset - start
-        lost = residual[place : place + slot.numel].view(self._m, self._n)
+    def write_lost(self, out: Tensor) -> None:
+        """Write what the own codes miss of the matrix to `out`, fp32 `[numel]`."""
+        lost = out.view(self._m, self._n)
         own = self._work("q", (self.rank, self._n))
         self.q.decode_own(own)
         self._products.lost(self._matrix, self._decoded_p(), own, lost)

@@ -11,6 +11,7 @@ from dsx.compress.averaging import CodedMean
 from dsx.compress.base import Launch
 from dsx.compress.coded_runs import CodedRun, CodedRuns, SmallPart
 from dsx.compress.error_feedback import Residual
+from dsx.compress.slices import LOST_TOGETHER
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
@@ -90,8 +91,8 @@ class CodedPart(CodedRun):
     def settle(self, x: Tensor) -> None:
         """Make the residual what the codes made last miss of the run inside `x`, taken in."""
         if self.residual is not None:
-            with self.residual.opened() as lost:
-                self.mean.write_lost(x[self.start : self.stop], lost)
+            with self.residual.made_anew(LOST_TOGETHER) as anew:
+                self.mean.write_lost(x[self.start : self.stop], anew)
 
     @property
     def _coded_with(self) -> Residual | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsx.core.membership import Seat
 
 GATHERED_UP_TO = 3  # clusters
+LOST_TOGETHER = 2**20  # elements of a residual that are made anew at a time, of what is in codes
 _KNOWN = 2048  # sizes whose rounds are remembered
 SENT, RECEIVED = 0, 1
 

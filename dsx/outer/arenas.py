@@ -5,8 +5,9 @@ once the headers have come from all: every cluster has then ended the transfers 
 those have sent is needed no more. So with b transfers under way at most there are b + 1 vectors:
 each has what it sends or its mean, and one, at a time, has both.
 
-With the state on disk, what is sent lies there, and what travels does not: b vectors of either
-kind. Where codes are made at the launch, they are what is kept of it, and a transfer has one.
+Where a mean leaves its vector to the next launch as it is applied (passing_on.py), b will do. With
+the state on disk, what is sent lies there, and what travels does not: b vectors of either kind.
+Where codes are made at the launch, they are what is kept of it, and a transfer has one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
+import torch
 from torch import Tensor
 
 from dsx.outer.parity_check import ParityResult
@@ -41,6 +43,7 @@ class TransferBuffers:
     mean_norm: Tensor | None = None  # 0-dim; once an attempt has ended, on a host
     held_sent: Tensor | None = None
     held_wire: Tensor | None = None
+    is_passed_on: bool = False  # the mean's vector, to a later launch
 
     @property
     def is_shared(self) -> bool:
@@ -67,11 +70,21 @@ class TransferBuffers:
         """Return what an exchange works in, contents undefined; the transfers before have ended."""
         return self.arenas.begin(self)
 
+    def pass_on(self, other: TransferBuffers) -> None:
+        """Leave the mean's vector to what another transfer sends: it is being used up."""
+        self.arenas.pass_on(self, other)
+
+    def lend(self) -> None:
+        """Get a vector for what is sent, if there is none: one beyond all, if they are taken."""
+        self.arenas.lend(self)
+
 
 class Arenas:
     """Those of one fragment; `take` is for the training thread, `begin` for any one.
 
     `sent` are vectors for what is sent, `travelling` for what exchanges work in, if others.
+    `passes_on`: means leave theirs to launches, so there is one less (passing_on.py). Where more
+    are needed then, as where a round is made again after a resume, they last while they are held.
     """
 
     def __init__(
@@ -80,8 +93,9 @@ class Arenas:
         sent: Sequence[Tensor],
         travelling: Sequence[Tensor] | None = None,
         is_shared: bool = False,
+        passes_on: bool = False,
     ) -> None:
-        self.is_shared = is_shared
+        self.is_shared, self._passes_on = is_shared, passes_on
         self.buffers = [TransferBuffers(*each, self) for each in sidebands]
         self._sent, self._travelling = sent, travelling or sent
         self._lock = Lock()
@@ -97,6 +111,7 @@ class Arenas:
                 return None
             taken = min(free, key=lambda buffers: buffers.round)
             taken.is_free, taken.round, taken.mean_norm = False, round, None
+            taken.is_passed_on = False
             mean, taken.held_sent, taken.held_wire = taken.held_wire, None, None
             if sends or self.is_shared:
                 # an accelerator may still read that mean: what is sent is copied behind it
@@ -115,6 +130,20 @@ class Arenas:
                 buffers.held_wire = self._find(self._travelling, buffers.round)
             return buffers.held_wire
 
+    def pass_on(self, source: TransferBuffers, target: TransferBuffers) -> None:
+        """Give the vector that a mean lies in to what another transfer sends."""
+        with self._lock:
+            source.is_passed_on = True
+            if source.held_wire is not None:
+                target.held_sent, source.held_wire = source.held_wire, None
+        self.lend(target)
+
+    def lend(self, buffers: TransferBuffers) -> None:
+        """Give a vector for what is sent to buffers that were taken without."""
+        with self._lock:
+            if buffers.held_sent is None:
+                buffers.held_sent = self._find(self._sent, buffers.round)
+
     def free(self) -> None:
         """Take all back: nothing is under way any more, and rounds may begin anew."""
         with self._lock:
@@ -125,5 +154,7 @@ class Arenas:
     def _find(self, vectors: Sequence[Tensor], round: int, best: Tensor | None = None) -> Tensor:
         held = [t for b in self.buffers for t in (b.held_sent, b.held_wire) if t is not None]
         free = [vector for vector in vectors if not any(vector is other for other in held)]
+        if not free and self._passes_on:
+            return torch.zeros_like(vectors[0])
         assert free, f"launch {round}: more is under way than its policy said"
         return next((vector for vector in free if vector is best), free[0])

@@ -7,6 +7,8 @@ before the next inner step: with the inner rate of then, so with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dsx.core.engine import EngineAdapter
@@ -29,8 +31,9 @@ class Deferral:
         missing = torch.tensor([float(not is_there)])
         return bool(self._adapter.ranks.max_over_ranks(missing))
 
-    def begin(self) -> None:
-        """Take the boundary as left."""
+    def begin(self, make_due: Callable[[], object]) -> None:
+        """Take the boundary as left; `make_due` makes what its launches are still to send."""
+        make_due()
         if self.inner_lr is None:
             self.inner_lr = self._adapter.inner_lr()
 

@@ -33,7 +33,7 @@ class FirstSteps:
         for p, launched in enumerate(history.launched):
             if launched == history.step - 1:
                 slots = self._state.slots[p].staleness
-                displacement = self._state.scratch(p, "work")
+                displacement = self._state.whole(p, "work")
                 self._adapter.read(p, displacement)
                 displacement.sub_(slots.get("start", self._state.anchor[p]))
                 self._method.staleness.observe(displacement, slots, self._per_tensor[p])

@@ -2,13 +2,15 @@
 
     read -> contribution -> copy to the host (-> codes) -> an attempt, on the transfer's thread
 
-The training thread goes on at once, but where a policy needs the codes before the mean.
+The training thread goes on at once, but where a policy needs the codes before the mean. What takes
+the memory of a mean is made as that is applied, at the same boundary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
@@ -16,21 +18,25 @@ from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import Recorder
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
-from dsx.method.in_one_pass import difference_
 from dsx.method.method import Method
 from dsx.outer.arenas import TransferBuffers
 from dsx.outer.attempt import Attempt, Attempts
+from dsx.outer.contribution import Contributions
 from dsx.outer.host_copy import HostCopies
 from dsx.outer.measurements import Measurements
 from dsx.outer.parts import parts_of
 from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Transfer
+from dsx.outer.transfer import NothingYet, NotSent, Transfer
 from dsx.outer.whole_matrices import MatrixGather
 
 
 class Launches:
-    """Makes one rank's launches."""
+    """Makes one rank's launches.
+
+    One whose contribution takes the memory of the mean applied behind it (passing_on.py) is due
+    until that is `applying`, and `send` starts its exchange.
+    """
 
     def __init__(
         self,
@@ -44,79 +50,143 @@ class Launches:
         trace: Recorder,
     ) -> None:
         self._method = method
-        self._adapter = adapter
         self._state = state
         self._recovery = recovery
         self._measurements = measurements
         self._attempts = attempts
         self._places = attempts.places
         self._trace = trace
+        self._due: dict[int, Transfer] = {}  # by fragment: launched, and not sent
+        self._made: dict[int, Tensor | None] = {}  # of those: what is being made, None if copied
+        self.contributions = Contributions(method, adapter, state)
         self.host_copies = HostCopies(method, adapter, matrix_gathers, state.device)
+        recovery.before_restart = self.send_due
 
     def make(
-        self, fragment: int, step: int, history: History, sync_params: SyncParams, is_idle: bool
+        self,
+        fragment: int,
+        step: int,
+        history: History,
+        sync_params: SyncParams,
+        is_idle: bool,
+        under_way: Sequence[Transfer | NothingYet] = (),
     ) -> Transfer:
         """Launch a fragment at a step, from its masters as they are; `history` is of before.
 
-        `is_idle`: the cluster has taken no inner step since the launch before.
+        `is_idle`: the cluster has taken no inner step since the launch before. `under_way` are
+        transfers launched before: the mean of one may be applied at this boundary.
         """
         timer = self._trace.span_timer("launch", fragment, step)
-        state = self._state
-        slots = state.slots[fragment]
-        buffers = state.take_buffers(fragment, history.launches[fragment] + 1)
-        contribution = self._contribute(fragment, buffers)
-        is_coded_here = self._method.encodes_at_launch
-        sideband = self._method.staleness.sideband(slots.staleness)
+        state, is_due = self._state, self._takes_a_mean(fragment, under_way)
+        buffers = state.take_buffers(fragment, history.launches[fragment] + 1, not is_due)
+        contribution = None if is_due else self._contribute(fragment, buffers)
         # before the copy, whose event then says that the hash is there, too
         anchor = self._recovery.hash_anchor(fragment, history.launches[fragment])
         timer.mark("contribution")
-        host_copy = self.host_copies.start(fragment, contribution, sideband, buffers, anchor)
-        timer.mark("copy")
         is_before_update = self._method.schedule.when == "before" and history.step < step
+        what = Submission(fragment, step, number=sum(history.launches) + 1)
         attempt = Attempt(
-            Submission(fragment, step, number=sum(history.launches) + 1),
+            what,
             Launch(buffers.round, sync_params.rank),
             buffers,
-            host_copy.is_finite,
+            lambda: self._look(fragment),
             is_idle,
-            host_copy.anchor,
+            anchor,
             self._places.to_say(is_before_update),
         )
+        interval = step - history.launched[fragment]
+        norm = torch.zeros(())
+        transfer = Transfer(fragment, step, interval, NotSent(what), attempt, norm, sync_params)
+        if contribution is not None:
+            self._copy(transfer, contribution)
+            timer.mark("copy")
         if state.is_sent(fragment):
-            attempt.is_coded = not is_coded_here
+            attempt.is_coded = not self._method.encodes_at_launch
             if self._method.waits_for_codes:
                 self._attempts.require_coded(attempt)
                 timer.mark("encode")
             self._measurements.post(buffers.posted, fragment, history)
-        pending = self._attempts.submit(attempt, sync_params)
-        interval = step - history.launched[fragment]
+        if is_due:
+            self._due[fragment] = transfer
+        else:
+            transfer.pending = self._attempts.submit(attempt, sync_params)
         timer.end(launched=step)
-        return Transfer(fragment, step, interval, pending, attempt, host_copy.norm, sync_params)
+        return transfer
+
+    def applying(self, transfer: Transfer | NothingYet) -> Tensor | None:
+        """Return where the contribution of a launch that is due is to be made, fp32 `[numel]`, as
+        the mean of a transfer of the fragment is applied and used up there; None if none is due,
+        or it has been made.
+        """
+        fragment = transfer.fragment
+        due = self._due.get(fragment)
+        if due is None or fragment in self._made or not isinstance(transfer, Transfer):
+            return None
+        transfer.buffers.pass_on(due.buffers)
+        made = self._made[fragment] = self._place(fragment, due.buffers)
+        return made
+
+    def send(self, fragment: int) -> None:
+        """Send what was due of a fragment, made by now; behind the outer step."""
+        due = self._due.pop(fragment, None)
+        if due is not None:
+            made = self._made.pop(fragment)
+            if made is not None:
+                self._copy(due, made)
+            due.pending = self._attempts.submit(due.attempt, due.sync_params)
+
+    def send_due(self) -> None:
+        """Make and send all that is due: masters or anchors are about to be replaced."""
+        self.make_due()
+        for fragment in [*self._due]:
+            self.send(fragment)
+
+    def make_due(self) -> None:
+        """Make the contributions that are due, in memory of their own: a checkpoint is to have them
+        though what is ripe has not been applied.
+        """
+        for fragment, due in self._due.items():
+            if fragment not in self._made:
+                due.buffers.lend()
+                self._copy(due, self._contribute(fragment, due.buffers))
+                self._made[fragment] = None
+
+    def forget(self) -> None:
+        """Forget what was due: training goes on from elsewhere."""
+        self._due.clear()
+        self._made.clear()
+
+    def _takes_a_mean(self, fragment: int, under_way: Sequence[Transfer | NothingYet]) -> bool:
+        """Whether a mean of the fragment is applied at this boundary: the same on every rank."""
+        if not self._state.passes_on:
+            return False
+        own = [transfer for transfer in under_way if transfer.fragment == fragment]
+        is_full = len(own) == self._method.delay.rounds_under_way
+        return is_full and isinstance(own[0], Transfer)
+
+    def _look(self, fragment: int) -> bool:
+        """Make what is due for who asks before it is applied, and return whether it is finite."""
+        self.make_due()
+        return self._due[fragment].attempt.is_finite()
+
+    def _copy(self, transfer: Transfer, contribution: Tensor) -> None:
+        """Start bringing a contribution to the host."""
+        fragment, attempt = transfer.fragment, transfer.attempt
+        sideband = self._method.staleness.sideband(self._state.slots[fragment].staleness)
+        copy = self.host_copies.start(
+            fragment, contribution, sideband, attempt.buffers, attempt.anchor
+        )
+        attempt.is_finite, attempt.anchor = copy.is_finite, copy.anchor
+        transfer.contribution_norm = copy.norm
+
+    def _place(self, fragment: int, buffers: TransferBuffers) -> Tensor:
+        """Return where a contribution is made: the memory it is sent from, where it can be."""
+        made = self.host_copies.place(fragment, buffers)
+        return self._state.outgoing(fragment) if made is None else made
 
     def _contribute(self, fragment: int, buffers: TransferBuffers) -> Tensor:
-        """Return what a launch sends, `[numel]`: in the memory it is sent from, where it can be."""
-        delay, state, kept = self._method.delay, self._state, buffers.kept
-        keeps = None if kept is None else delay.keeps
-        if keeps == "contribution" and self._method.encodes_at_launch:
-            keeps = None  # what others decode is, once there are codes
-        made = self.host_copies.place(fragment, buffers)
-        contribution = state.outgoing(fragment) if made is None else made
-        anchor, slots = state.anchor[fragment], state.slots[fragment].delay
-        for part in parts_of(contribution.numel(), state.device, self._method):
-            local = part.of(contribution)
-            live = self._adapter.in_a_row(fragment, part.start, part.stop)
-            if live is None or not delay.is_difference:
-                self._adapter.read(fragment, local, part.start)
-                live = local
-            if kept is not None and keeps == "local":
-                part.of(kept).copy_(live)
-            if live is not local:
-                origin = delay.origin(part.of(anchor), part.of_each(slots))
-                difference_(origin, live, local)
-            else:
-                sent = delay.contribution(local, part.of(anchor), part.of_each(slots))
-                if sent is not local:
-                    local.copy_(sent)
-            if kept is not None and keeps == "contribution":
-                part.of(kept).copy_(local)
+        """Return what a launch sends, `[numel]`."""
+        contribution = self._place(fragment, buffers)
+        for part in parts_of(contribution.numel(), self._state.device, self._method):
+            self.contributions.make(fragment, part, part.of(contribution), buffers.kept)
         return contribution

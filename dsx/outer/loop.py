@@ -89,7 +89,7 @@ class OuterLoop:
         self.at_launch: Callable[[Transfer], object] = lambda transfer: None
         self.before_change: Callable[[], object] = lambda: None  # of what all clusters share
         self.beginning = Start(method, adapter, transport, self.state)
-        self._launches = Launches(
+        self.launches = Launches(
             method, adapter, self.state, self.matrix_gathers, self.recovery, self.measurements,
             self.attempts, trace,
         )  # fmt: skip
@@ -105,7 +105,7 @@ class OuterLoop:
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(
             method, adapter, self.state, per_tensor, lambda: transport.seat.num_clusters,
-            self.deferral, self._ladder,
+            self.deferral, self._ladder, self.launches,
         )  # fmt: skip
 
     def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
@@ -190,7 +190,7 @@ class OuterLoop:
         ripe = self.overlap.ripe(self.in_flight, self.history.step)
         stop_place = self.stop_place if may_stop else None
         if not all(self._apply(transfer, stop_place) for transfer in ripe):
-            self.deferral.begin()  # the rest is for whoever goes on from here
+            self.deferral.begin(self.launches.make_due)  # the rest is for whoever goes on from here
             return True
         self.deferral.end()
         self._first_steps.keep(self.history)
@@ -249,8 +249,8 @@ class OuterLoop:
         `last` have been applied, and others may lack them; `deferred` is the inner rate of a
         boundary that `end_boundary` has to end; without `has_trained` it is idle as of now.
         """
-        self.history = history
-        self.in_flight = in_flight
+        self.history, self.in_flight = history, in_flight
+        self.launches.forget()
         self.notices.begin_anew()
         self.beginning.is_open = False  # masters that differ have been loaded over
         self._idle = set[int]() if has_trained else set(range(history.num_fragments))
@@ -274,8 +274,9 @@ class OuterLoop:
     ) -> None:
         params = self._ladder.sync_params(self.history)
         sync_params = self.overlap.sync_params(fragment, params, self.history, shared_by)
-        is_idle = fragment in self._idle
-        transfer = self._launches.make(fragment, step, self.history, sync_params, is_idle)
+        transfer = self.launches.make(
+            fragment, step, self.history, sync_params, fragment in self._idle, self.in_flight
+        )
         self._idle.add(fragment)
         transfer.shared_by = shared_by
         transfer.was_sent_before_update = is_in_backward and self.method.schedule.when == "before"
@@ -324,7 +325,7 @@ class OuterLoop:
         self.recovery.count_idle(transfer, self.history)
         mean, norm, gather = mean_on_wire, transfer.buffers.mean_norm, self.matrix_gathers[fragment]
         if gather.is_needed or self.state.device.type != mean.device.type:
-            mean, norm, arrival.is_used_up = self.state.scratch(fragment, "mean"), None, True
+            mean, norm, arrival.is_used_up = self.state.whole(fragment, "mean"), None, True
             gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
         seconds = transfer.pending.seconds / transfer.shared_by
@@ -339,8 +340,7 @@ class OuterLoop:
             self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1
-            self.history.intervals[fragment] = transfer.interval
-            arrival.mean = mean
+            self.history.intervals[fragment], arrival.mean = transfer.interval, mean
         return waited_until
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:

@@ -7,13 +7,15 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     outer optimizer where it has the same, too (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
     attempts: what is sent, kept as it was, 4w (on the host, pinned; transfers take turns with those
-    vectors: arenas.py; where codes are made at the launch, they are kept instead), and the codec's
+    vectors: arenas.py; where codes are made at the launch, they are kept instead, and where means
+    leave their memory to launches, passing_on.py, those are all), and the codec's
     state of before the attempt under way, but for residuals that change at its end (low rank),
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
     factors once for all fragments, which take turns),
-    work space: 2 vectors of L shared by all fragments; one more where local parameters, or
-    penalties of single elements, go into the outer step, and where norms of tensors are taken;
-    with slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
+    work space: 2 vectors shared by all fragments; one more where local parameters, or penalties of
+    single elements, go into the outer step, and where norms of tensors are taken: of 2^20 elements
+    on a host, of L where work_space.py says so; with slots in bf16 tiles in fp32, whole vectors
+    where a clip measures tensors,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
@@ -42,7 +44,9 @@ from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
+from dsx.outer.passing_on import passes_on
 from dsx.outer.sideband import sideband_shape
+from dsx.outer.work_space import work_lengths
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
 _AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster", "factors")  # on no disk
@@ -140,6 +144,9 @@ def predict(
     of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
+    if passes_on(method, is_on_accelerator, is_on_disk):
+        kept_of_sent = 0
+    worked_in = work_lengths(method, fragments, on_the_wire, is_on_accelerator, is_on_disk)
     longest = max((f.numel for f in fragments), default=0)
     of_factors: dict[str, int] = {}
     if is_on_accelerator if factors_are_there is None else factors_are_there:
@@ -161,7 +168,7 @@ def predict(
         channels=channels,
         in_the_cluster=in_the_cluster,
         factors=sum(of_factors.values()),
-        work_space=4 * _num_work_vectors(method) * longest
+        work_space=4 * sum(worked_in.values())
         + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
@@ -180,12 +187,6 @@ def _rounding_bytes(outer: OuterOptimizer, longest: int) -> int:
     tile = min(longest, ROUNDED_TOGETHER)
     in_fp32 = longest if outer.measures_tensors else tile
     return 4 * len(outer.slots) * in_fp32 + _NOISE_BYTES * tile
-
-
-def _num_work_vectors(method: Method) -> int:
-    """Return how many vectors are worked in: the mean, one beside it, and what some also need."""
-    is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
-    return 2 + (method.delay.needs_local or is_elementwise) + method.measures_tensors
 
 
 def _of_channels(

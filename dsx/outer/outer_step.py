@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from dsx.core.types import History, SyncView
 from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
+from dsx.outer.contribution import Contributions
 from dsx.outer.deferral import Deferral
 from dsx.outer.outer_update import OuterUpdate
-from dsx.outer.parts import Part, joined, parts_of, says
+from dsx.outer.parts import Part, joined, parts_of
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
+from dsx.outer.work_space import says
 
 
 @dataclass
@@ -51,6 +54,20 @@ class Arrival:
         return self.transfer.fragment
 
 
+class Due(Protocol):
+    """Launches of this boundary that take the memory of means (passing_on.py)."""
+
+    contributions: Contributions
+
+    def applying(self, transfer: Transfer | NothingYet) -> Tensor | None:
+        """Return where the next launch's contribution is to be made as a mean is used up."""
+        ...
+
+    def send(self, fragment: int) -> None:
+        """Send it, if there is one."""
+        ...
+
+
 class OuterStep:
     """Takes the outer steps of one rank's fragments, in place of anchors, slots and masters."""
 
@@ -63,10 +80,12 @@ class OuterStep:
         num_clusters: Callable[[], int],
         deferral: Deferral,
         ladder: Ladder,
+        due: Due,
     ) -> None:
         self._method = method
         self._ladder = ladder
         self._deferral = deferral
+        self._due = due
         self._adapter = adapter
         self._state = state
         self._per_tensor = per_tensor
@@ -83,15 +102,20 @@ class OuterStep:
             self._state.before_write(fragment)
         numel, stays = self._adapter.fragments[fragment].numel, takes_step and self._stays(rule)
         reports: list[dict[str, Tensor]] = []
+        made = self._due.applying(arrival.transfer)
         for part in parts_of(numel, self._state.device, self._method, rule):
             reports.append({})
+            sent = None if made is None else self._contribute(fragment, part)
             mean, out = self._mean_of(arrival, part, stays)
             step: Tensor | None = None
             if takes_step:  # outer parameters: Alg. 1, line 13
                 step = self._step_anchor(arrival, part, mean, out, history)
                 mean = step if out is not None else mean
             self._merge(arrival, part, mean, step, history, reports[-1])
+            if made is not None and sent is not None:  # the mean, which may lie there, is used up
+                part.of(made).copy_(sent)
         self._adapter.end_write(fragment)
+        self._due.send(fragment)
         arrival.report |= joined(reports)
         arrival.timer.mark("outer step")
 
@@ -103,7 +127,8 @@ class OuterStep:
         delay, unsent = self._method.delay, dict[int, Tensor]()
         is_replaced = delay.rounds_under_way and not delay.keeps_unsent
         for fragment in sorted(fragments) if is_replaced else ():
-            local = torch.empty_like(self._state.scratch(fragment, "work"))
+            numel = self._adapter.fragments[fragment].numel
+            local = torch.empty(numel, device=self._state.device)
             self._adapter.read(fragment, local)
             slots = self._state.slots[fragment].delay
             unsent[fragment] = delay.contribution(local, self._state.anchor[fragment], slots)
@@ -115,6 +140,11 @@ class OuterStep:
             anchor, slots = self._state.anchor[fragment], self._state.slots[fragment].delay
             self._method.delay.begin(anchor, slots)
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
+
+    def _contribute(self, fragment: int, part: Part) -> Tensor:
+        """Return what the next launch sends of a part that is about to change, in work space."""
+        place = self._work(fragment, part, "next")
+        return self._due.contributions.make(fragment, part, place)
 
     def _mean_of(
         self, arrival: Arrival, part: Part, stays: bool
@@ -158,7 +188,7 @@ class OuterStep:
         staleness, scratch = self._method.staleness, self._work(fragment, part, "work")
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:
-            sideband = self._state.scratch(fragment, "local").copy_(sideband)
+            sideband = self._state.scratch("local", sideband.numel()).copy_(sideband)
         elif sideband.numel():
             # as the mean: who writes the buffer next has waited for this copy
             sideband = sideband.to(mean.device, non_blocking=True, copy=True)
@@ -226,7 +256,7 @@ class OuterStep:
 
     def _work(self, fragment: int, part: Part, purpose: str) -> Tensor:
         """Return work space as long as a part: the same for every one, so it stays at hand."""
-        return self._state.scratch(fragment, purpose)[: part.numel]
+        return self._state.scratch(purpose, part.numel)
 
     def _update(
         self,

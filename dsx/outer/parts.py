@@ -17,9 +17,7 @@ from torch import Tensor
 
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer
-
-LONGEST = 2**20  # elements
-_GIVEN = ("contribution", "gradient", "merge", "update", "weigh", "remember")  # vectors
+from dsx.outer import work_space
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,8 @@ def parts_of(
 
     For a launch, or for the outer step that `rule` takes.
     """
-    asked = (method.delay,) if rule is None else (method.delay, rule)
-    is_cut = device.type == "cpu" and all(says(policy, "takes_parts") for policy in asked)
-    is_cut = is_cut and (rule is None or method.staleness.leaves_mean)
-    length = LONGEST if is_cut else max(numel, 1)
+    goes_in_parts = device.type == "cpu" and work_space.is_cut(method, rule)
+    length = work_space.LONGEST if goes_in_parts else max(numel, 1)
     for start in range(0, max(numel, 1), length):
         yield Part(start, min(start + length, numel))
 
@@ -66,13 +62,3 @@ def joined(reports: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         name: torch.linalg.vector_norm(torch.stack([report[name] for report in reports]))
         for name in reports[0]
     }
-
-
-def says(policy: object, flag: str) -> bool:
-    """Whether a policy says so, of what it does itself: not a class that it has been made of."""
-    for kind in type(policy).__mro__:
-        if flag in vars(kind):
-            return bool(getattr(policy, flag))
-        if any(name in vars(kind) for name in _GIVEN):
-            return False
-    return False

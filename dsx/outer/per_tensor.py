@@ -71,15 +71,15 @@ class ShardedTensors:
 
 
 def sharded_tensors(
-    adapter: EngineAdapter, scratch: Callable[[int, str], Tensor]
+    adapter: EngineAdapter, scratch: Callable[[str, int], Tensor]
 ) -> list[ShardedTensors]:
-    """Return those of every fragment; `scratch(fragment, purpose)` gives a vector of its length."""
+    """Return those of every fragment; `scratch(purpose, numel)` gives a vector."""
     return [
         ShardedTensors(
             fragment,
             parameters,
             adapter.ranks.sum_over_shards,
-            lambda id=fragment.id: scratch(id, "fold"),
+            lambda numel=fragment.numel: scratch("fold", numel),
             adapter.device,
         )
         for fragment, parameters in zip(adapter.fragments, adapter.fragment_parameters, strict=True)

@@ -15,7 +15,7 @@ from the step, so every rank of every cluster does the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -64,6 +64,8 @@ class Recovery:
         self._hash_buffers = state.allocator.buffers("work_space")
         self._hash = BitHash(self._hash_buffers)
         transport.offer(self.shared_state)
+        # masters or anchors are about to be replaced; what is launched of them is still to be made
+        self.before_restart: Callable[[], object] = lambda: None
 
     def hash_anchor(self, fragment: int, launches: int | None = None) -> Tensor | int:
         """Return the hash of an anchor, 0 if after so many launches it is not its turn.
@@ -196,6 +198,7 @@ class Recovery:
         no progress of its own.
         """
         state, keeps = self._state, self._method.delay.keeps
+        self.before_restart()
         for fragment in fragments:
             anchor, slots = state.anchor[fragment], state.slots[fragment]
             self._method.delay.begin(anchor, slots.delay)
@@ -282,6 +285,7 @@ class Recovery:
     def _repair(self, fragment: int, chain: Sequence[int]) -> None:
         """Take the outer state of a fragment, in fp32, of the first in `chain`; positions."""
         shared = self._shared_slots(fragment)
+        self.before_restart()
         self._state.before_write(fragment)
         if self._state.is_sent(fragment):
             tensors = self.shared_state(fragment)

@@ -198,7 +198,7 @@ class Resuming:
         lacking = [r for r, t in transfers.items() if not t.pending.has_arrived]
         arrived = min(lacking, default=launched + 1) - 1
         held = arrived + 1
-        while held - 1 in transfers:
+        while held - 1 in transfers and not transfers[held - 1].buffers.is_passed_on:
             held -= 1
         before = self._state.channels[fragment].before
         with before.gate:

@@ -87,8 +87,7 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
             slots.delay[name].copy_(tensor)
         if "start" in slots.staleness:
             slots.staleness["start"].copy_(anchor)
-        local = state.scratch(fragment.id, "work").copy_(anchor)
-        adapter.write(fragment.id, local)
+        adapter.write(fragment.id, anchor)
         loop.guard.begin_anew(fragment.id, tensors.get(f"guard/{fragment.id}", torch.empty(0)))
     in_flight = [_restored(loop, entry) for entry in values["under_way"]]
     for fragment in adapter.fragments:

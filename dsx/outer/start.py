@@ -121,17 +121,21 @@ class Start:
         digests = torch.zeros(len(fragments), NUMBERS, dtype=torch.int64)
         with Digests() as digest:
             for fragment in fragments:
-                start = self._state.scratch(fragment.id, "work")
+                start = self._place_of(fragment.id)
                 self._adapter.read(fragment.id, start)
                 self._begin_from(fragment.id, start)
                 if self._transport.seat.num_clusters > 1:
                     digests[fragment.id] = digest.of(start)
         return digests
 
+    def _place_of(self, fragment: int) -> Tensor:
+        """Return where masters are brought to: the anchor, or work space if there is none."""
+        if self._method.outer_optimizer.keeps_anchor:
+            return self._state.anchor[fragment]
+        return self._state.whole(fragment, "work")
+
     def _begin_from(self, fragment: int, start: Tensor) -> None:
         slots = self._state.slots[fragment]
-        if self._method.outer_optimizer.keeps_anchor:
-            self._state.anchor[fragment].copy_(start)
         self._method.delay.begin(start, slots.delay)
         if "start" in slots.staleness:
             slots.staleness["start"].copy_(start)
@@ -214,7 +218,7 @@ class Start:
         what = f"masters of cluster {self._transport.seat.ids[FIRST]}, of this rank"
         progress = Progress(what, max(self._own_bytes(takers)), self._speaks)
         for fragment, places in takers.items():
-            start = self._state.scratch(fragment, "work")
+            start = self._place_of(fragment)
             if own == FIRST:
                 self._adapter.read(fragment, start)
             self._transport.spread(fragment, start, (FIRST, *places), progress.moved)

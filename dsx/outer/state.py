@@ -7,7 +7,7 @@ turns with (arenas.py): on the host (pinned when the state is on an accelerator)
 sent and what travels, sidebands of both, and where the masters are what the delay policy keeps.
 With a folder among the `resources`, in files there: all but what travels, codes, and what is
 worked in.
-Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
+Shared by all fragments: scratch vectors (work_space.py), allocated when first used.
 Nothing is allocated after the first round.
 """
 
@@ -29,9 +29,11 @@ from dsx.method.outer_optimizer import slot_dtypes
 from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.mapped import MappedMemory
+from dsx.outer.passing_on import passes_on
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.resources import Resources
 from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
+from dsx.outer.work_space import work_lengths
 
 
 @dataclass
@@ -87,11 +89,14 @@ class StateStore:
         self._shapes = _sideband_shapes(method, fragments, num_tensors, seat)
         self._wire_numel = [wire.numel for wire in on_the_wire]
         self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
+        self.passes_on = passes_on(method, adapter.device.type != "cpu", self.is_on_disk)
         self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
         kept = None if method.keeps is None else self._of_policies["delay"]
         self._buffers = [
-            self._new_buffers(f.id, self._travelling, self._attempts, kept, method.max_in_flight)
+            self._new_buffers(
+                f.id, self._travelling, self._attempts, kept, method.max_in_flight, self.passes_on
+            )
             for f in fragments
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
@@ -111,7 +116,9 @@ class StateStore:
         # told of a fragment whose anchor, and the outer optimizer's buffers, are about to change
         self.before_write: Callable[[int], object] = lambda fragment: None
         self.gate = Lock()  # while channels are opened anew, or looked at
-        self._longest = max(self._numel, default=0)
+        self._work_lengths = work_lengths(
+            method, fragments, on_the_wire, adapter.device.type != "cpu", self.is_on_disk
+        )
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.work_space("work_space")
 
@@ -129,10 +136,11 @@ class StateStore:
         attempts: Buffers,
         kept: Buffers | None,
         count: int,
+        passes_on: bool = False,
     ) -> Arenas:
         numel, shape = self._wire_numel[fragment], self._shapes[fragment]
         vectors = [travelling.zeros(numel) for _ in range(count)]
-        more = 0 if self._at_launch else count if self.is_on_disk else 1
+        more = 0 if self._at_launch or passes_on else count if self.is_on_disk else 1
         others = [attempts.zeros(numel) for _ in range(more)]
         sidebands: list[tuple[Sideband, Sideband, Tensor | None]] = []
         for _ in range(count):
@@ -143,7 +151,7 @@ class StateStore:
             sidebands.append((sideband, posted, of_policy))
         if self.is_on_disk and not self._at_launch:
             return Arenas(sidebands, others, vectors)
-        return Arenas(sidebands, [*vectors, *others], is_shared=bool(self._at_launch))
+        return Arenas(sidebands, [*vectors, *others], None, bool(self._at_launch), passes_on)
 
     def reopen(self, seat: Seat, fragment: int | None = None) -> None:
         """Go on under another membership, with one fragment, or all; no exchange of it is under
@@ -184,11 +192,17 @@ class StateStore:
         for of_fragment in self._buffers:
             of_fragment.free()
 
-    def scratch(self, fragment: int, purpose: str) -> Tensor:
-        """Return the shared work vector for a purpose, cut to the fragment's length."""
-        if purpose not in self._scratch:
-            self._scratch[purpose] = self._work_space.zeros(self._longest)
-        return self._scratch[purpose][: self._numel[fragment]]
+    def scratch(self, purpose: str, numel: int) -> Tensor:
+        """Return the first `numel` elements of the shared work vector for a purpose."""
+        length = max(numel, self._work_lengths.get(purpose, 0))
+        found = self._scratch.get(purpose)
+        if found is None or found.numel() < numel:
+            found = self._scratch[purpose] = self._work_space.zeros(length)
+        return found[:numel]
+
+    def whole(self, fragment: int, purpose: str) -> Tensor:
+        """Return a shared work vector, cut to the fragment's length."""
+        return self.scratch(purpose, self._numel[fragment])
 
     def outgoing(self, fragment: int) -> Tensor:
         """Return where a contribution is made.
@@ -198,7 +212,7 @@ class StateStore:
         """
         if self.device.type == "cuda":
             return torch.empty(self._numel[fragment], device=self.device)
-        return self.scratch(fragment, "mean")
+        return self.whole(fragment, "mean")
 
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dsx.core.transport import Pending
+from dsx.core.transport import Pending, Submission
 from dsx.core.types import History, SyncParams
 from dsx.outer.arenas import TransferBuffers
 
@@ -46,6 +46,22 @@ class NothingYet:
     """The empty transfer a next-sync policy starts with: no outer step, only a merge."""
 
     fragment: int
+
+
+class NotSent(Pending):
+    """A launch of which nothing is sent yet: what it sends is made as a mean is applied."""
+
+    def __init__(self, what: Submission) -> None:
+        self._what = what
+
+    def wait(self) -> Tensor:
+        """Raise RuntimeError: nobody waits for it in the boundary of its launch."""
+        raise RuntimeError(f"{self._what}: not sent yet, as the mean before it was not applied")
+
+    @property
+    def has_arrived(self) -> bool:
+        """Never."""
+        return False
 
 
 class Arrived(Pending):

@@ -23,13 +23,18 @@ from tests.installed import needs
 def test_what_is_spoilt_is_spoilt_for_a_launch_alone() -> None:
     master, seen = torch.tensor([1.5, -2.0, 1e-9]), list[torch.Tensor]()
     before = master.clone()
-    loop = SimpleNamespace(launch_due=lambda is_skipped=False: seen.append(master.clone()))
+    made = list[torch.Tensor]()
+    loop = SimpleNamespace(
+        launch_due=lambda is_skipped=False: seen.append(master.clone()),
+        launches=SimpleNamespace(make_due=lambda: made.append(master.clone())),
+    )
     spoiler = Spoiler(loop, lambda: [master])
     for factor in (None, 1e6, float("nan")):
         spoiler.factor = factor
         loop.launch_due()
         assert master.equal(before)
     assert seen[0].equal(before) and seen[1].equal(before * 1e6) and seen[2].isnan().all()
+    assert made[0].equal(seen[1]) and made[1].isnan().all()  # what is sent is made at once, too
 
 
 def test_an_engine_that_is_not_there_is_refused_by_name(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsx.comm.in_process import InProcessHub
+from dsx.compress import averaging
 from dsx.compress.averaging import CodedMean
 from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.formats import FORMATS, Storage
@@ -83,3 +84,43 @@ def test_one_in_fp32_or_that_fades_has_its_own() -> None:
     assert not Residual(4, "int8", 0.9, is_in_place=True).is_in_place
     assert Residual(4, "int8", 1.0, is_in_place=True).is_in_place
     assert not Residual(4, "int8", 1.0).is_in_place
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
+def test_what_is_made_anew_some_at_a_time_is_stored_as_a_whole(storage: Any) -> None:
+    """Also where no piece ends with a group."""
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))
+    whole, found = (Residual(NUMEL, storage, 1.0) for _ in range(2))
+    whole.write(values)
+    lengths = [100, 1, 700, 255, 256, 2000]
+    lengths.append(NUMEL - sum(lengths))
+    with found.made_anew(max(lengths)) as anew:
+        for piece in values.split(lengths):
+            anew.room(piece.numel()).copy_(piece)
+    assert torch.equal(found.stored, whole.stored) and found.stored.any()
+
+
+@pytest.mark.parametrize("num_clusters", [2, 5])
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_codes_miss_is_the_same_however_much_is_decoded_at_a_time(
+    wire: str, num_clusters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form: Any = FORMATS[wire]
+    seat = Seat.of(0, num_clusters)
+    mean = CodedMean(NUMEL, form(**WIRES[wire]), FORMATS["int8"](), seat, "eager")
+    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(4))
+    mean.recode(x.clone(), seed=5)
+    stored: list[torch.Tensor] = []
+    for together in (NUMEL, 700, 1):
+        monkeypatch.setattr(averaging, "LOST_TOGETHER", together)
+        residual = Residual(NUMEL, "int8", 1.0)
+        with residual.made_anew(NUMEL) as anew:
+            mean.write_lost(x, anew)
+        stored.append(residual.stored)
+    assert torch.equal(stored[0], stored[1]) and torch.equal(stored[0], stored[2])
+    decoded = torch.empty(NUMEL)
+    for data, (start, stop) in zip(mean.messages(0), mean._bounds, strict=True):
+        mean._codec.decode(data, decoded[start:stop])
+    expected = Residual(NUMEL, "int8", 1.0)
+    expected.write(x - decoded)
+    assert torch.equal(stored[0], expected.stored)

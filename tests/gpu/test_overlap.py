@@ -110,7 +110,7 @@ def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
     sizes = loop.state.slots[0].staleness["first_step"]
     sizes.fill_(3.0)
     model["w"].data.fill_(-2.0)
-    stream = loop._launches.host_copies._stream
+    stream = loop.launches.host_copies._stream
     assert stream is not None
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)

@@ -161,7 +161,8 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     per_element = case.recipe.penalty == "element"
     per_tensor = case.recipe.penalty == "tensor"
     buffers = case.method().max_in_flight
-    expected = (case.vectors + 1) * numel  # what was sent last is kept beside what travels
+    # what was sent last is kept beside what travels, unless launches take the memory of means
+    expected = (case.vectors + (not loop.state.passes_on)) * numel
     sizes = numel if per_element else sum(num_tensors) if per_tensor else 0
     expected += (2 + 2 * buffers) * sizes
     if case.preset == "dilocox":
@@ -171,7 +172,7 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     held, scratch = held_bytes(loop.state), scratch_bytes(loop.state)
     assert held == 4 * expected
     assert scratch <= 16 * longest
-    assert held + scratch - before <= 3 * longest * 4  # scratch, on first use; nothing else
+    assert held + scratch - before <= 4 * longest * 4  # scratch, on first use; nothing else
 
 
 class Constant(torch.nn.Module):

@@ -106,7 +106,7 @@ def held(loop: OuterLoop, run: Simulated) -> int:
         loop.measurements,
         loop.recovery,
         loop._outer_step,
-        loop._launches.host_copies,
+        loop.launches.host_copies,
     )
     memory = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

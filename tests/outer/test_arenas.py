@@ -26,13 +26,14 @@ def arenas_of(
     sent: Sequence[Tensor],
     travelling: Sequence[Tensor] | None = None,
     is_shared: bool = False,
+    passes_on: bool = False,
 ) -> Arenas:
     shape = SidebandShape(0, 0, 0, 2)
     sidebands = [
         (Sideband(shape, torch.zeros(0)), Sideband(shape, torch.zeros(0)), None)
         for _ in range(under_way)
     ]
-    return Arenas(sidebands, sent, travelling, is_shared)
+    return Arenas(sidebands, sent, travelling, is_shared, passes_on)
 
 
 def launch(arenas: Arenas, round: int) -> TransferBuffers:

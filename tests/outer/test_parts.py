@@ -15,8 +15,9 @@ from dsx.engines.masters import Masters, Piece
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import Nesterov, OuterContext
-from dsx.outer import parts
-from dsx.outer.parts import Part, joined, parts_of, says
+from dsx.outer import work_space
+from dsx.outer.parts import Part, joined, parts_of
+from dsx.outer.work_space import says
 from tests.levels import by_default
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -47,12 +48,18 @@ SHORT = ["streaming_diloco", "recommended", "eager", "cocodc", "overlap_local_sg
 def test_parts_give_the_bits_of_whole_fragments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """7 elements at a time: parts begin and end within tensors, and hold several."""
     expected = trained(name)
-    monkeypatch.setattr(parts, "LONGEST", 7)
+    monkeypatch.setattr(work_space, "LONGEST", 7)
     found = trained(name)
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     for ours, theirs in zip(found.loops, expected.loops, strict=True):
         assert min(ours.history.rounds) >= 1
+        fragments, wires = ours.adapter.fragments, [g.wire for g in ours.matrix_gathers]
+        lengths = work_space.work_lengths(ours.method, fragments, wires, False, False)
+        used = {purpose: vector.numel() for purpose, vector in ours.state._scratch.items()}
+        assert used == {purpose: lengths[purpose] for purpose in used}
+        is_whole = ours.method.staleness.is_active or whole(ours.method)
+        assert is_whole or not ours.method.outer_optimizer.keeps_anchor or {*used.values()} <= {7}
         for fragment in range(ours.history.num_fragments):
             named = theirs.state.named_state(fragment)
             for key, tensor in ours.state.named_state(fragment).items():
@@ -61,7 +68,7 @@ def test_parts_give_the_bits_of_whole_fragments(name: str, monkeypatch: pytest.M
 
 def test_which_methods_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but those that look at single tensors, or say nothing of themselves."""
-    monkeypatch.setattr(parts, "LONGEST", 7)
+    monkeypatch.setattr(work_space, "LONGEST", 7)
     left_whole = {name for name in ALL_CASES if whole(ALL_CASES[name].method(2))}
     measuring = {name for name, case in ALL_CASES.items() if case.method(2).measures_tensors}
     assert measuring <= left_whole
@@ -71,7 +78,7 @@ def test_which_methods_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_policy_made_of_another_is_given_whole_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it inherits does not tell of what it does itself."""
-    monkeypatch.setattr(parts, "LONGEST", 7)
+    monkeypatch.setattr(work_space, "LONGEST", 7)
 
     class Centred(StreamingMerge):
         def merge(self, view: SyncView) -> Tensor:
@@ -100,9 +107,9 @@ def test_a_rule_made_of_another_is_given_a_mean_of_its_own() -> None:
 
 def test_parts_are_all_of_a_fragment_and_at_least_one() -> None:
     method = ALL_CASES["streaming_diloco"].method(2)
-    n = 2 * parts.LONGEST + 3
+    n = 2 * work_space.LONGEST + 3
     found = [(part.start, part.stop) for part in parts_of(n, CPU, method)]
-    assert found == [(0, n - 3 - parts.LONGEST), (parts.LONGEST, n - 3), (n - 3, n)]
+    assert found == [(0, n - 3 - work_space.LONGEST), (work_space.LONGEST, n - 3), (n - 3, n)]
     assert list(parts_of(0, CPU, method)) == [Part(0, 0)]
     assert list(parts_of(n, torch.device("meta"), method)) == [Part(0, n)]
 

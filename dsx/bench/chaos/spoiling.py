@@ -45,5 +45,6 @@ class Spoiler:
                 return
             with spoilt(masters(), self.factor):
                 launch_due(is_skipped)
+                loop.launches.make_due()  # else that is made as means are applied
 
         loop.launch_due = launch

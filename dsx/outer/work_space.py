@@ -1,0 +1,69 @@
+"""How long the vectors are that launches and outer steps work in: a part of a fragment, or all.
+
+Where every policy does the same to each element, which it says of itself (`takes_parts`), a step
+is taken a part at a time (parts.py), and what it works in is as long as a part. It is as long as
+the longest fragment where a fragment is one part, where a mean has to be brought to where the
+masters are (or pieces of matrices to where they lie), and where what is measured is all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsx.core.types import Fragment
+from dsx.method.method import Method
+from dsx.method.outer_optimizer import OuterOptimizer
+from dsx.outer.passing_on import passes_on
+
+LONGEST = 2**20  # elements of a part
+_GIVEN = ("contribution", "gradient", "merge", "update", "weigh", "remember")  # vectors
+
+
+def is_cut(method: Method, rule: OuterOptimizer | None = None) -> bool:
+    """Whether a launch, or the outer step that `rule` takes on a host, is taken in parts."""
+    asked = (method.delay,) if rule is None else (method.delay, rule)
+    return all(says(policy, "takes_parts") for policy in asked) and (
+        rule is None or method.staleness.leaves_mean
+    )
+
+
+def says(policy: object, flag: str) -> bool:
+    """Whether a policy says so, of what it does itself: not a class that it has been made of."""
+    for kind in type(policy).__mro__:
+        if flag in vars(kind):
+            return bool(getattr(policy, flag))
+        if any(name in vars(kind) for name in _GIVEN):
+            return False
+    return False
+
+
+def work_lengths(
+    method: Method,
+    fragments: Sequence[Fragment],
+    on_the_wire: Sequence[Fragment],
+    is_on_accelerator: bool,
+    is_on_disk: bool,
+) -> dict[str, int]:
+    """Return the elements of each vector that a rank works in, by purpose, fp32.
+
+    `fragments` are the rank's, `on_the_wire` the same as they travel; `is_on_accelerator`: outer
+    steps are taken there; `is_on_disk`: the state is.
+    """
+    whole = max((fragment.numel for fragment in fragments), default=0)
+    goes_in_parts = is_cut(method, method.outer_optimizer) and not is_on_accelerator
+    part = min(whole, LONGEST) if goes_in_parts else whole
+    pairs = zip(fragments, on_the_wire, strict=True)
+    is_put_together = any(own.layout != wire.layout for own, wire in pairs)
+    sees_all = method.staleness.is_active or not method.outer_optimizer.keeps_anchor
+    lengths = {
+        "mean": whole if is_on_accelerator or is_put_together else part,
+        "work": whole if sees_all else part,
+    }
+    is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
+    if method.delay.needs_local or is_elementwise:
+        lengths["local"] = whole if is_elementwise else part
+    if passes_on(method, is_on_accelerator, is_on_disk):
+        lengths["next"] = part
+    if method.measures_tensors:
+        lengths["fold"] = whole
+    return lengths
