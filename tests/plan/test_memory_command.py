@@ -205,7 +205,7 @@ def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
 
 
 def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
-    """So the fragment of a rank is as large as all it holds, where ranks divide fragments."""
+    """So the fragment of a rank is nearly all it holds, where ranks divide fragments."""
     schedule = {"schedule": {"interval": 8}, "fragments": {"by": "layer", "num_fragments": 2}}
     block = {"preset": "diloco", "clusters": {"num_clusters": 2}, **schedule}
     config = load_config({"dsx": block})
@@ -217,9 +217,12 @@ def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
     }
     run = -(-MODEL.numel // 8)
     assert plans[1].outer.anchor == 4 * run
-    assert plans[1].outer.work_space == 2 * 4 * run + 2 * 8 * HASHED_PAIRS
-    hashed = 2 * 8 * HASHED_PAIRS
-    assert plans[3].outer.work_space - hashed < 0.7 * 2 * 4 * run
+    longest = {
+        zero: (plan.outer.work_space - 2 * 8 * HASHED_PAIRS) // (2 * 4)
+        for zero, plan in plans.items()
+    }
+    assert 0.8 * run < longest[1] <= run
+    assert longest[3] < 0.7 * run
 
 
 def test_a_stage_of_one_layer_is_planned_with_one_fragment_and_told(tmp_path: Path) -> None:
