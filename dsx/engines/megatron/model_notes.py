@@ -22,17 +22,8 @@ class NoteTaker:
         self, chunks: Sequence[Any], parameters: Sequence[Parameter], vocab_size: int | None
     ) -> None:
         self._model = unwrapped(chunks[0])
-        rows = getattr(self._model, "vocab_size", None)
-        if vocab_size is not None and rows is None:
-            raise ValueError(
-                f"vocab_size={vocab_size}: a {type(self._model).__name__} has no vocab_size, which "
-                "would tell how many rows its vocabulary has; leave it out"
-            )
-        if vocab_size is not None and not 1 <= vocab_size <= rows:
-            raise ValueError(
-                f"vocab_size={vocab_size} must be between 1 and the {rows} rows of the model's "
-                "vocabulary, padding included; leave it out where it is not known"
-            )
+        if vocab_size is not None:
+            _require_rows(self._model, vocab_size)
         self._vocab_size = vocab_size
         self._cuts = _cuts(parameters, self._model.config)
         self._experts = _experts(chunks)
@@ -68,6 +59,21 @@ class NoteTaker:
             [] if frequencies is None else frequencies.tolist(),
             dict(sorted(cuts.items())),
             ExpertNotes(sorted(kinds), [held[rank] for rank in sorted(held)]) if held else None,
+        )
+
+
+def _require_rows(model: Any, vocab_size: int) -> None:
+    """Refuse a vocabulary that the model has not as many rows for, or tells none of."""
+    rows: int | None = getattr(model, "vocab_size", None)
+    if rows is None:
+        raise ValueError(
+            f"vocab_size={vocab_size}: a {type(model).__name__} has no vocab_size, which would "
+            "tell how many rows its vocabulary has; leave it out"
+        )
+    if not 1 <= vocab_size <= rows:
+        raise ValueError(
+            f"vocab_size={vocab_size} must be between 1 and the {rows} rows of the model's "
+            "vocabulary, padding included; leave it out where it is not known"
         )
 
 
