@@ -46,7 +46,7 @@ from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.passing_on import passes_on
 from dsx.outer.sideband import sideband_shape
-from dsx.outer.work_space import work_lengths
+from dsx.outer.work_space import travels_otherwise, work_lengths
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
 _AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster", "factors")  # on no disk
@@ -123,6 +123,7 @@ def predict(
     is_on_accelerator: bool = False,
     is_on_disk: bool = False,
     factors_are_there: bool | None = None,
+    is_put_together: bool | None = None,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
@@ -130,6 +131,7 @@ def predict(
     `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
     `is_on_accelerator`: outer steps are taken there, where 32 MiB more are hashed at a time.
     `is_on_disk`: the state is. `factors_are_there`: on the accelerator; None: if outer steps are.
+    `is_put_together`: whether ranks put matrices together; None: if fragments travel otherwise.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -146,14 +148,13 @@ def predict(
     kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
     if passes_on(method, is_on_accelerator, is_on_disk):
         kept_of_sent = 0
-    worked_in = work_lengths(method, fragments, on_the_wire, is_on_accelerator, is_on_disk)
+    if is_put_together is None:
+        is_put_together = travels_otherwise(fragments, on_the_wire)
+    places = is_on_accelerator, is_on_disk
+    worked_in = work_lengths(method, fragments, is_put_together, *places)
     longest = max((f.numel for f in fragments), default=0)
-    of_factors: dict[str, int] = {}
-    if is_on_accelerator if factors_are_there is None else factors_are_there:
-        for fragment in on_the_wire if method.compression.makes_factors else ():
-            in_pieces = method.compression.side_work(fragment, method.control.largest_rank)
-            for role, size in in_pieces.items():
-                of_factors[role] = max(of_factors.get(role, 0), size)
+    if factors_are_there is None:
+        factors_are_there = is_on_accelerator
     hashed = _HASH_BYTES
     if is_on_accelerator:
         hashed += 8 * HASHED_PAIRS * (HASHED_ON_ACCELERATOR - 1)
@@ -167,11 +168,21 @@ def predict(
         attempts=4 * (kept_of_sent * wire + buffers * sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        factors=sum(of_factors.values()),
+        factors=_factors_bytes(method, on_the_wire) if factors_are_there else 0,
         work_space=4 * sum(worked_in.values())
         + _rounding_bytes(outer, longest)
         + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
+
+
+def _factors_bytes(method: Method, on_the_wire: Sequence[Fragment]) -> int:
+    """Return the bytes that factors are made in on an accelerator, one fragment after another."""
+    found: dict[str, int] = {}
+    for fragment in on_the_wire if method.compression.makes_factors else ():
+        in_pieces = method.compression.side_work(fragment, method.control.largest_rank)
+        for role, size in in_pieces.items():
+            found[role] = max(found.get(role, 0), size)
+    return sum(found.values())
 
 
 def slots_bytes(outer: OuterOptimizer, names: Sequence[str], numel: int) -> int:

@@ -33,7 +33,7 @@ from dsx.outer.passing_on import passes_on
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.resources import Resources
 from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
-from dsx.outer.work_space import work_lengths
+from dsx.outer.work_space import travels_otherwise, work_lengths
 
 
 @dataclass
@@ -69,12 +69,8 @@ class StateStore:
         self.resources = resources = resources or Resources()
         fragments = adapter.fragments
         self.device = adapter.device
-        pin = PinnedMemory() if adapter.pins_host_memory else None
         self.is_on_disk = resources.folder is not None
-        disk = None if resources.folder is None else MappedMemory(resources.folder)
-        self.allocator = Allocator(adapter.device, pin, disk)
-        if resources.side is not None:
-            self.allocator.adopt("factors", resources.side.buffers)
+        self.allocator = _allocator(adapter, resources)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
         self._anchors = self.allocator.buffers("anchor")
@@ -93,10 +89,9 @@ class StateStore:
         self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._attempts = self.allocator.seldom("attempts", is_pinned=True)
         kept = None if method.keeps is None else self._of_policies["delay"]
+        places = self._travelling, self._attempts, kept
         self._buffers = [
-            self._new_buffers(
-                f.id, self._travelling, self._attempts, kept, method.max_in_flight, self.passes_on
-            )
+            self._new_buffers(f.id, *places, method.max_in_flight, self.passes_on)
             for f in fragments
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
@@ -110,15 +105,16 @@ class StateStore:
                 self._opening,
                 method.max_norm_ratio,
                 resources.turn,
-            )
+            )  # fmt: skip
             for f in on_the_wire
         ]
         # told of a fragment whose anchor, and the outer optimizer's buffers, are about to change
         self.before_write: Callable[[int], object] = lambda fragment: None
         self.gate = Lock()  # while channels are opened anew, or looked at
         self._work_lengths = work_lengths(
-            method, fragments, on_the_wire, adapter.device.type != "cpu", self.is_on_disk
-        )
+            method, fragments, travels_otherwise(fragments, on_the_wire),
+            adapter.device.type != "cpu", self.is_on_disk,
+        )  # fmt: skip
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.work_space("work_space")
 
@@ -224,6 +220,15 @@ class StateStore:
     def sideband_numel(self, fragment: int) -> int:
         """Return how many numbers travel beside each transfer of a fragment."""
         return self._shapes[fragment].numel
+
+
+def _allocator(adapter: EngineAdapter, resources: Resources) -> Allocator:
+    pin = PinnedMemory() if adapter.pins_host_memory else None
+    disk = None if resources.folder is None else MappedMemory(resources.folder)
+    allocator = Allocator(adapter.device, pin, disk)
+    if resources.side is not None:
+        allocator.adopt("factors", resources.side.buffers)
+    return allocator
 
 
 def _sideband_shapes(

@@ -37,23 +37,27 @@ def says(policy: object, flag: str) -> bool:
     return False
 
 
+def travels_otherwise(fragments: Sequence[Fragment], on_the_wire: Sequence[Fragment]) -> bool:
+    """Return whether a rank's fragments travel as other pieces than it holds."""
+    pairs = zip(fragments, on_the_wire, strict=True)
+    return any(own.layout != wire.layout for own, wire in pairs)
+
+
 def work_lengths(
     method: Method,
     fragments: Sequence[Fragment],
-    on_the_wire: Sequence[Fragment],
+    is_put_together: bool,
     is_on_accelerator: bool,
     is_on_disk: bool,
 ) -> dict[str, int]:
     """Return the elements of each vector that a rank works in, by purpose, fp32.
 
-    `fragments` are the rank's, `on_the_wire` the same as they travel; `is_on_accelerator`: outer
-    steps are taken there; `is_on_disk`: the state is.
+    `fragments` are the rank's; `is_put_together`: ranks put together what travels;
+    `is_on_accelerator`: outer steps are taken there; `is_on_disk`: the state is.
     """
     whole = max((fragment.numel for fragment in fragments), default=0)
     goes_in_parts = is_cut(method, method.outer_optimizer) and not is_on_accelerator
     part = min(whole, LONGEST) if goes_in_parts else whole
-    pairs = zip(fragments, on_the_wire, strict=True)
-    is_put_together = any(own.layout != wire.layout for own, wire in pairs)
     sees_all = method.staleness.is_active or not method.outer_optimizer.keeps_anchor
     lengths = {
         "mean": whole if is_on_accelerator or is_put_together else part,

@@ -52,6 +52,11 @@ class Cluster:
         return "Megatron" if self.zero_stage is None else "DeepSpeed"
 
     @property
+    def shares_optimizer(self) -> bool:
+        """Whether data-parallel ranks share out the optimizer's state."""
+        return self.is_sharded if self.zero_stage is None else self.zero_stage > 0
+
+    @property
     def ranks(self) -> int:
         """Accelerators of one cluster."""
         return self.pipeline * self.ranks_per_stage

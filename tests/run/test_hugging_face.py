@@ -106,7 +106,12 @@ def fake_trainer(**arguments: Any) -> Any:
     class Trainer:
         is_deepspeed_enabled = True
         args = SimpleNamespace(
-            **{"auto_find_batch_size": False, "save_on_each_node": False, **arguments}
+            **{
+                "auto_find_batch_size": False,
+                "save_on_each_node": False,
+                "save_only_model": False,
+                **arguments,
+            }
         )
 
         def train(self) -> None: ...
@@ -132,7 +137,10 @@ BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
         ({"auto_find_batch_size": True}, {}, True, ConfigError, "auto_find_batch_size=True"),
         ({"save_on_each_node": True}, {}, True, ConfigError, "save_on_each_node=True"),
         ({}, {"checkpoints": {"keep": 3}}, True, ConfigError, "dsx.checkpoints.keep=3 would"),
-        ({}, {"checkpoints": {"remote": "s3://b/r"}}, True, ConfigError, "served with the Trainer"),
+        (
+            {"save_only_model": True}, {"checkpoints": {"remote": "s3://b/r"}}, True, ConfigError,
+            "TrainingArguments(save_only_model=True)",
+        ),
         (
             {}, {"divergence": {"max_rollbacks": 1}}, True, ConfigError,
             "dsx.divergence.max_rollbacks=1 is not served",

@@ -86,7 +86,7 @@ def plan_stage(
     rank = _largest(config, layouts, num_tensors)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
     in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
-    if not _is_sharded(cluster):
+    if not cluster.shares_optimizer:
         in_cluster += sum(_gathered(own, assignment, wholes) for own in held[rank])
     outer = predict(
         method,
@@ -115,10 +115,6 @@ def factors_there(config: DsxConfig, has_accelerators: bool) -> bool:
     wanted = config.coding.factors
     is_there = config.state.device == "masters" if wanted is None else wanted == "accelerator"
     return has_accelerators and is_there
-
-
-def _is_sharded(cluster: Cluster) -> bool:
-    return cluster.is_sharded if cluster.zero_stage is None else cluster.zero_stage > 0
 
 
 def _gathered(
