@@ -61,8 +61,12 @@ def install() -> None:
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
     # which pretrain_bert.py imports, whatever layers it is told to build
     bert.bert_layer_with_transformer_engine_spec = None
-    from tests.engines.megatron_fully_sharded import take_gradients_as_later_releases_do
+    from tests.engines.megatron_fully_sharded import (
+        have_no_layers_of_transformer_engine,
+        take_gradients_as_later_releases_do,
+    )
 
+    have_no_layers_of_transformer_engine()
     take_gradients_as_later_releases_do(megatron.core.distributed.TorchFullyShardedDataParallel)
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16

@@ -53,6 +53,7 @@ class ForkedRanks:
     """A server of `megatron_lm_on_cpu.py`, for the tests of one tree."""
 
     def __init__(self, driver: Path, tree: Path, environment: Mapping[str, str]) -> None:
+        self.environment: Mapping[str, str] = {}  # of ranks, beside the server's
         self._server = subprocess.Popen(
             [sys.executable, driver, "--serve", tree], env=dict(environment), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -102,7 +103,7 @@ class ForkedRanks:
     ) -> None:
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         environment |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": port}
+        environment |= {"MASTER_PORT": port, **self.environment}
         asked = {"number": number, "environment": environment, "log": str(log)}
         asked["arguments"] = [str(each) for each in arguments]
         assert self._server.stdin
