@@ -72,5 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--megatron-lm", metavar="PATH", help="a Megatron-LM tree for tests/launch/test_megatron_lm"
     )
     parser.addoption(
+        "--apex", metavar="PATH", help="a tree of apex for tests/engines/test_distributed_adam"
+    )
+    parser.addoption(
+        "--transformer-engine", metavar="PATH",
+        help="an unpacked wheel of it, for tests/engines/test_real_transformer_engine",
+    )  # fmt: skip
+    parser.addoption(
         "--forked-ranks", action="store_true", help="fork them, instead of a torchrun per cluster"
     )

@@ -19,6 +19,7 @@ from dsx.comm.world import World, current_world, join
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import ConfigError, DsxConfig, load_config, read_json
 from dsx.engines.data_parallel import bare_parameters, find_placement
+from dsx.engines.distributed_adam import placement_of
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
 from dsx.engines.joined import expect_joined, heal_before_forward
 from dsx.engines.launch_settings import read_launch
@@ -313,9 +314,12 @@ def _torch_adapter(
 ) -> TorchAdapter:
     """Return the adapter for how the ranks of this cluster hold the model."""
     method, is_on_host = settings.method, settings.state.is_on_host
-    trained = held_parameters(bare_parameters(model), as_list(optimizer))
+    optimizers = as_list(optimizer)
+    trained = held_parameters(bare_parameters(model), optimizers)
     require_unattached(trained.values())
-    placement = find_placement(model, trained, world.world_size, world.num_clusters)
+    ranks = world.world_size
+    placement = placement_of(model, trained, optimizers, ranks)
+    placement = placement or find_placement(model, trained, ranks, world.num_clusters)
     if placement is None:
         backwards = method.schedule.backwards
         return TorchAdapter(model, optimizer, method.fragments, backwards, is_on_host)

@@ -120,7 +120,7 @@ def _of_copies(
         )
     alike: set[int] = set()
     for wrapper in wrappers:
-        _require_whole_cluster(dist.get_world_size(wrapper.process_group), num_ranks)
+        require_whole_cluster(dist.get_world_size(wrapper.process_group), num_ranks)
         ignored: set[str] = wrapper.parameters_to_ignore
         named = wrapper.module.named_parameters()
         alike |= {id(p) for name, p in named if name not in ignored}
@@ -135,7 +135,8 @@ def _of_copies(
     return Placement("DistributedDataParallel", pieces, dist.group.WORLD)
 
 
-def _require_whole_cluster(size: int, num_ranks: int) -> None:
+def require_whole_cluster(size: int, num_ranks: int) -> None:
+    """Raise ValueError where a model is spread over fewer ranks than the cluster has."""
     if size != num_ranks:
         raise ValueError(
             f"the model is spread over {size} of this cluster's {num_ranks} ranks: dsx serves "
@@ -166,7 +167,7 @@ def _of_shards(
         if piece.numel:
             pieces[name] = piece
     mesh, forms = places[0]
-    _require_whole_cluster(mesh.size(), num_ranks)
+    require_whole_cluster(mesh.size(), num_ranks)
     is_replicated = forms[0] == "Replicate"
     return Placement("fully_shard", pieces, mesh.get_group(0) if is_replicated else None, modules)
 

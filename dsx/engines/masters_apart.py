@@ -3,20 +3,23 @@
 apex's FusedAdam with `master_weights` (`optimizers/fused_adam.py` there: `param_groups_master`, one
 for each parameter, of which the kernel makes fp16 weights) and Transformer Engine's
 (`pytorch/optimizers/fused_adam.py`: `state[p]["master_param"]`, made at the first step). What these
-optimizers step without their masters, or from masters that are not fp32, is refused.
+optimizers step without their masters, or from masters that are not fp32, is refused. Masters that
+apex parts among ranks are in distributed_adam.py.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dsx.core.types import ParameterShape
 from dsx.engines.masters import Piece, dtype_name
 
 Find = Callable[[], Tensor]
@@ -72,6 +75,14 @@ class ApartMasters:
             return Piece(parameter, shape)
         return ApartPiece(parameter, shape, find=self._held[id(parameter)][2])
 
+    def shapes(self, parameters: Mapping[str, nn.Parameter]) -> list[ParameterShape]:
+        """Return what dsx takes for parameters, in their order: those of the model."""
+        return [ParameterShape(n, tuple(p.shape), dtype_name(p)) for n, p in parameters.items()]
+
+    def whole_of(self, name: str) -> str:
+        """Return the name of the model's parameter that one of `shapes` is of: its own."""
+        return name
+
     def follow_loads(self) -> list[Any]:
         """Look masters over again behind every state that is loaded; return the hooks."""
         if not self:
@@ -85,9 +96,8 @@ class ApartMasters:
         """
         if self._is_looked_over:
             return
-        for name, parameter, find in self._held.values():
-            rounded, weight = find().to(parameter.dtype), parameter.detach()
-            if not ((rounded == weight) | (rounded.isnan() & weight.isnan())).all():
+        for name, parameter, weight, rounded in self._rounded():
+            if not any(map(partial(_are_equal, weight), rounded)):
                 raise ValueError(
                     f"parameter {name} ({dtype_name(parameter)}) is not what its optimizer's fp32 "
                     "master rounds to: weights were loaded without it. Load weights before the "
@@ -101,6 +111,11 @@ class ApartMasters:
             for parameter in parameters:
                 if parameter in self:
                     parameter.copy_(self._held[id(parameter)][2]())
+
+    def _rounded(self) -> Iterator[tuple[str, nn.Parameter, Tensor, list[Tensor]]]:
+        """Yield each parameter, its weights here, and what they may be by their masters."""
+        for name, parameter, find in self._held.values():
+            yield name, parameter, parameter.detach(), [find().to(parameter.dtype)]
 
     def _look_again(self, optimizer: Optimizer) -> None:
         self._is_looked_over = False
@@ -120,6 +135,11 @@ def refuse_quantized(name: str, parameter: Tensor) -> None:
         )
 
 
+def is_of_apex(optimizer: Optimizer, name: str) -> bool:
+    """Whether an optimizer is one of apex's that have this in their name."""
+    return any(_is_of(c, _APEX) and name in c.__name__ for c in type(optimizer).__mro__)
+
+
 def counts_steps_of_groups(optimizer: Optimizer) -> bool:
     """Whether an optimizer counts a group's steps, not a parameter's: it steps all of it at once.
 
@@ -134,7 +154,7 @@ def _find_master(
     """Return where the master of a parameter is found; None where it is the parameter."""
     kind, own = type(optimizer), dtype_name(parameter)
     held: Any = optimizer
-    if any(_is_of(c, _APEX) and "Distributed" in c.__name__ for c in kind.__mro__):
+    if is_of_apex(optimizer, "Distributed"):
         raise ValueError(
             f"apex's {kind.__name__} parts masters and state among ranks by itself, which dsx does "
             "not follow: use apex.optimizers.FusedAdam under DistributedDataParallel, or ZeRO-1 of "
@@ -180,6 +200,10 @@ def engines_master(optimizer: Any, parameter: Tensor, has_remainders: bool = Fal
         takes = len(inspect.signature(optimizer.initialize_state).parameters) > 1
         optimizer.initialize_state(parameter, *([has_remainders] if takes else []))
     return optimizer.state[parameter]["master_param"]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _is_of(kind: type, package: str) -> bool:

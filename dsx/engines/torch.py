@@ -24,13 +24,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dsx.core.buffers import Buffers
 from dsx.core.engine import ClusterRanks
 from dsx.core.recorder import ComputeRecorder
-from dsx.core.types import BackwardTrigger, ParameterShape, Stage
+from dsx.core.types import BackwardTrigger, Stage
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.data_parallel import bare_parameters
-from dsx.engines.masters import Masters, MastersAdapter, Piece, dtype_name
-from dsx.engines.masters_apart import ApartMasters, counts_steps_of_groups, refuse_quantized
+from dsx.engines.distributed_adam import find_masters_apart
+from dsx.engines.masters import Masters, MastersAdapter, Piece
+from dsx.engines.masters_apart import counts_steps_of_groups, refuse_quantized
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter
 
@@ -63,14 +64,15 @@ class TorchAdapter(MastersAdapter):
         self._optimizers = as_list(optimizers)
         named = bare_parameters(model)
         parameters = held_parameters(named, self._optimizers)
-        self._apart = ApartMasters(parameters, self._optimizers)
+        self._apart = find_masters_apart(parameters, self._optimizers)
         self._names = {id(p): name for name, p in named.items()}
         self._untrained = Untrained(named.items(), parameters.values())
-        shapes = [ParameterShape(n, tuple(p.shape), dtype_name(p)) for n, p in parameters.items()]
+        shapes = self._apart.shapes(parameters)
         assignment = fragmenter.assign(shapes)
         pieces = self._locate(parameters, assignment)
         self._model = model
-        self._members = [[parameters[name] for name in names] for names in assignment]
+        wholes = [dict.fromkeys(map(self._apart.whole_of, names)) for names in assignment]
+        self._members = [[parameters[name] for name in names] for names in wholes]
         self._backwards = backwards
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
@@ -292,7 +294,7 @@ def held_parameters(
             f"the optimizer holds {len(holders)} parameters, {len(parameters)} of them in "
             "the model: attach the model that the optimizer trains"
         )
-    apart = ApartMasters(parameters, optimizers)
+    apart = find_masters_apart(parameters, optimizers)
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32 and parameter not in apart:
             raise ValueError(

@@ -20,6 +20,7 @@ from dsx.comm.world import current_world
 from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.distributed_adam import KIND, is_distributed
 from dsx.engines.distributed_files import (
     EnginePart,
     load,
@@ -56,6 +57,12 @@ class TorchCheckpoints:
             raise ValueError(
                 f"TorchCheckpoints({type(adapter).__name__}): they are of what dsx.attach(model, "
                 "optimizer, config=...) returns; DeepSpeed and Megatron save their own"
+            )
+        if is_distributed(adapter.inner_optimizers):
+            raise ValueError(
+                f"TorchCheckpoints does not save apex's {KIND}, whose state is of buckets: save "
+                "its state_dict() and the model's beside handle.save(), and load both before "
+                "handle.load()"
             )
         self._handle, self._world, self._adapter = handle, world, adapter
         self._group: Any = None

@@ -1,8 +1,9 @@
 """Plain PyTorch with several ranks per cluster, under DistributedDataParallel or `fully_shard`.
 
-Each rank serves its own part: of what all hold alike the r-th of n runs (replicated.py), of shards
-its own. So every element leaves a cluster once. What a boundary has written is all-gathered among
-those that hold the same, behind the optimizers' step; all ranks write the same fragments.
+Or by an optimizer that parts its masters itself (distributed_adam.py). Each rank serves its own
+part: of what all hold alike the r-th of n runs (replicated.py), of shards its own. So every element
+leaves a cluster once. What a boundary has written is all-gathered among those that hold the same,
+behind the optimizers' step; all ranks write the same fragments.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dsx.core.types import BackwardTrigger
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device, new_groups
 from dsx.engines.data_parallel import Placement
+from dsx.engines.distributed_adam import KIND
 from dsx.engines.masters import Piece
 from dsx.engines.multi_rank import SharedMasters
 from dsx.engines.replicated import ReplicaShards
@@ -57,13 +59,17 @@ class TorchRanksAdapter(SharedMasters, TorchAdapter):
                 "masters beside weights of fewer bits are not served under fully_shard: keep its "
                 "parameters in fp32, with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
             )
-        if self._apart:
+        if self._apart and self._placement.engine != KIND:
             pieces = {name: self._apart.piece(parameters[name]) for name in pieces}
         self._replica_shards = None
         if copies is None:
             return pieces
         self._replica_shards = ReplicaShards(assignment, pieces, copies, collective_device())
         return self._replica_shards.pieces
+
+    def end_write(self, fragment: int) -> None:
+        """Note it: weights are made anew once the ranks' parts have been gathered."""
+        self._written[fragment] = None
 
     def sync_model_weights(self) -> None:
         """Bring every rank's part to all who hold it; collective in the cluster."""
@@ -84,18 +90,17 @@ class TorchRanksAdapter(SharedMasters, TorchAdapter):
 
     def _gather(self, fragments: Sequence[int]) -> None:
         self._all_gather(fragments)
-        for fragment in fragments:
-            self._apart.write_weights(self._members[fragment])
+        self._apart.write_weights([p for fragment in fragments for p in self._members[fragment]])
         self._placement.drop_gathered()
 
 
 def _require_served(placement: Placement, when: BackwardTrigger | None) -> None:
     """Raise ValueError for launches inside the backward that the ranks' engine does not allow."""
-    if when is not None and placement.engine == "fully_shard":
+    if when is not None and placement.engine in ("fully_shard", KIND):
         raise ValueError(
             f"dsx.schedule.when={when!r} launches a layer inside the backward, of which "
-            "fully_shard tells nothing: use schedule.type='streaming' with delay.type='average', "
-            "or DistributedDataParallel"
+            f"{placement.engine} tells nothing: use schedule.type='streaming' with "
+            "delay.type='average', or DistributedDataParallel"
         )
     if when == "after":
         raise ValueError(

@@ -71,7 +71,7 @@ class ApexMixedPrecisionLamb(torch.optim.Optimizer):
         self.param_groups_full_precision: list[Any] = []
 
 
-class ApexDistributedFusedAdam(torch.optim.Optimizer):
+class ApexDistributedFusedLAMB(torch.optim.Optimizer):
     """As it is made; it parts masters and moments among ranks."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
@@ -158,6 +158,6 @@ _say(ApexFusedAdam, "FusedAdam", "apex.optimizers.fused_adam")
 _say(
     ApexMixedPrecisionLamb, "FusedMixedPrecisionLamb", "apex.optimizers.fused_mixed_precision_lamb"
 )
-_say(ApexDistributedFusedAdam, "DistributedFusedAdam", "apex.contrib.optimizers")
+_say(ApexDistributedFusedLAMB, "DistributedFusedLAMB", "apex.contrib.optimizers")
 _say(EngineFusedAdam, "FusedAdam", "transformer_engine.pytorch.optimizers.fused_adam")
 _say(QuantizedTensor, "QuantizedTensor", "transformer_engine.pytorch.tensor.quantized_tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ def fully_sharded(kind: Any, config: Any, module: Any) -> Any:
         gradient_reduce_div_fusion=False,  # it is in NCCL
         bucket_size=1000,  # elements: several of them
     )
-    mcore_fsdp_adapter.TELinear = NoLayer  # a mock where there is no Transformer Engine
+    have_no_layers_of_transformer_engine()
     return mcore_fsdp_adapter.FullyShardedDataParallel(config, settings, module)
+
+
+def have_no_layers_of_transformer_engine() -> None:
+    """Let Megatron-FSDP look for such layers among slices, where its class of them is a mock."""
+    with contextlib.suppress(ImportError):  # of core 0.13 and before
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+        mcore_fsdp_adapter.TELinear = NoLayer
 
 
 def take_gradients_as_later_releases_do(kind: Any) -> None:

@@ -193,9 +193,9 @@ def of(kind: Any, **fields: Any) -> Make:
 
 REFUSED: dict[str, tuple[Make, torch.dtype, str]] = {
     "apex, distributed": (
-        of(fused.ApexDistributedFusedAdam),
+        of(fused.ApexDistributedFusedLAMB),
         torch.float32,
-        "apex's DistributedFusedAdam parts",
+        "apex's DistributedFusedLAMB parts",
     ),
     "apex in bf16": (of_apex, torch.bfloat16, "is bfloat16, which this FusedAdam steps without"),
     "apex in fp32": (of_apex, torch.float32, "keeps a second copy of it: leave master_weights out"),

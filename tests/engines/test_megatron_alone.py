@@ -88,13 +88,16 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 
     gather_overlapped(engine)
     found = whole_weights(engine)
-    inner = [leaf.optimizer for leaf in leaves(engine.optimizer)]
     pieces = [piece for place in locate(engine.optimizer) for _, piece in place.pieces()]
     for number, piece in enumerate(pieces):
         found[f"master {number}"] = piece.view().clone()
-        states = [one.state[piece.master] for one in inner if piece.master in one.state]
+    states = [state for one in leaves(engine.optimizer) for state in one.optimizer.state.values()]
+    for number, state in enumerate(states):
         for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key} {number}"] = states[0][key].clone()
+            moment = state[key]
+            moment = moment.to_local() if hasattr(moment, "to_local") else moment
+            found[f"{key} {number}"] = moment.clone()
+    assert pieces and states
     return found
 
 

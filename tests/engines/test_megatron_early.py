@@ -152,7 +152,7 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         ["--data-parallel-sharding-strategy", "no_shard", "--use-megatron-fsdp"],
         ["--use-megatron-fsdp", "--use-precision-aware-optimizer", *OPTIM],
         ["--expert-model-parallel-size", "2", "--use-torch-fsdp2"],
-        ["--tensor-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
+        ["--pipeline-model-parallel-size", "2", "--use-megatron-fsdp", *OPTIM],
         ["--pipeline-model-parallel-size", "2", "--use-torch-fsdp2"],
         ["--save", "x", "--use-torch-fsdp2"],
     ],

@@ -59,8 +59,12 @@ def install() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
-    from tests.engines.megatron_fully_sharded import take_gradients_as_later_releases_do
+    from tests.engines.megatron_fully_sharded import (
+        have_no_layers_of_transformer_engine,
+        take_gradients_as_later_releases_do,
+    )
 
+    have_no_layers_of_transformer_engine()
     take_gradients_as_later_releases_do(megatron.core.distributed.TorchFullyShardedDataParallel)
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16

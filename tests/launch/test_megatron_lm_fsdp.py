@@ -10,6 +10,7 @@ import pytest
 
 from tests.launch import test_megatron_lm, test_megatron_synchronous
 from tests.launch.test_megatron_lm import (
+    FORKED,
     MODEL,
     SAVED_AT,
     STEPS,
@@ -22,12 +23,22 @@ from tests.launch.test_megatron_synchronous import differences, held, plain
 
 tree = test_megatron_lm.tree  # the fixture
 LATE = shlex.split("--dsx-preset diloco --dsx-schedule-interval 100")
-KINDS = {
-    "fsdp2": "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp",
-    "megatron": """
-        --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
-        --data-parallel-sharding-strategy optim_grads_params --no-gradient-reduce-div-fusion
-    """,
+OF_TORCH = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format"
+OF_MEGATRON = """
+    --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
+    --data-parallel-sharding-strategy optim_grads_params --no-gradient-reduce-div-fusion
+"""
+SLICES = "--tensor-model-parallel-size 2"
+MIXTURE = """
+    --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --moe-router-topk 2
+    --moe-token-dispatcher-type alltoall
+"""  # with slices Megatron asks for sequence parallelism, and that for a norm of apex or another
+KINDS = {  # arguments, and a cluster's ranks
+    "fsdp2": (f"{OF_TORCH} torch_dcp", 2),
+    "megatron": (OF_MEGATRON, 2),
+    "megatron of slices": (f"{OF_MEGATRON} {SLICES}", 4),
+    "megatron of experts": (f"{OF_MEGATRON} {MIXTURE}", 4),
+    "fsdp2 of slices": (f"{OF_TORCH} torch_dist {SLICES}", 4),  # of which nothing is saved
 }
 
 
@@ -39,24 +50,35 @@ def test_shards_train(
 ) -> None:
     """As plain Megatron where no outer step comes; and in two clusters, resumed to the bit."""
     environment = test_megatron_lm.environment
+    given, ranks = KINDS[kind]
 
-    def with_connections(at: Path) -> dict[str, str]:  # with one Megatron refuses both
-        return {**environment(at), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # with one Megatron refuses both
+
+    def with_connections(at: Path) -> dict[str, str]:
+        return {**environment(at), **connections}
+
+    if tree in FORKED:
+        monkeypatch.setattr(FORKED[tree], "environment", connections)
 
     for module in (test_megatron_lm, test_megatron_synchronous):
-        monkeypatch.setattr(module, "MODEL", [*MODEL, *shlex.split(KINDS[kind])])
+        monkeypatch.setattr(module, "MODEL", [*MODEL, *shlex.split(given)])
         monkeypatch.setattr(module, "environment", with_connections)
     few = ["--train-iters", "4"]
-    whole = plain(tree, tmp_path / "plain", *few, ranks=2)
+    whole = plain(tree, tmp_path / "plain", *few, ranks=ranks)
     with monkeypatch.context() as alone:
         alone.setattr(test_megatron_lm, "DSX", LATE)
-        (one,) = pretrain(tree, tmp_path / "one", *few, clusters=1)
+        (one,) = pretrain(tree, tmp_path / "one", *few, clusters=1, ranks=ranks)
     for what in ("lm loss", "grad norm"):
         assert logged(one, what) == logged(whole, what) and len(logged(whole, what)) == 4
+    if kind == "fsdp2 of slices":
+        texts = pretrain(tree, tmp_path / "logs", "--train-iters", str(STEPS), ranks=ranks)
+        assert all("finished after" in text for text in texts)
+        assert all(len(logged(text, "lm loss")) == STEPS for text in texts)
+        return
 
-    given = ["--bf16", "--train-iters", str(STEPS), "--save-interval", str(SAVED_AT)]
+    arguments = ["--bf16", "--train-iters", str(STEPS), "--save-interval", str(SAVED_AT)]
     save = ["--save", str(tmp_path / "{cluster_id}")]
-    texts = pretrain(tree, tmp_path / "logs", *given, *save)
+    texts = pretrain(tree, tmp_path / "logs", *arguments, *save, ranks=ranks)
     assert all(len(logged(text, "lm loss")) == STEPS for text in texts)
     assert logged(texts[0], "lm loss")[1] != logged(texts[1], "lm loss")[1]  # data of their own
     for cluster in range(2):
@@ -65,7 +87,7 @@ def test_shards_train(
     whole_run, load = tmp_path / "whole", ["--load", str(tmp_path / "{cluster_id}")]
     for cluster in range(2):
         shutil.copytree(tmp_path / str(cluster), whole_run / str(cluster))
-    resumed = pretrain(tree, tmp_path / "resumed", *given, *save, *load)
+    resumed = pretrain(tree, tmp_path / "resumed", *arguments, *save, *load, ranks=ranks)
     for cluster, (whole, part) in enumerate(zip(texts, resumed, strict=True)):
         before, after = logged(whole, "grad norm"), logged(part, "grad norm")
         assert sorted(after) == list(range(SAVED_AT + 1, STEPS + 1))

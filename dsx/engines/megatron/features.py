@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, TorchFullySharded
 
 from dsx.engines.megatron.fully_sharded import is_megatron_fsdp
 from dsx.engines.megatron.masters import leaves
-from dsx.engines.megatron.private import require_names
+from dsx.engines.megatron.private import is_before, require_names
 from dsx.engines.megatron.refusals import (
     ABOVE_ONE,
     LAYER_WISE,
@@ -21,6 +21,7 @@ from dsx.engines.megatron.refusals import (
     OF_OPTIMIZER,
     OPTIMIZERS,
     OTHER_OPTIMIZER,
+    SHARDING_GRADIENTS,
     UNDER_FSDP,
     UNDER_MEGATRON_FSDP,
     above_one,
@@ -82,7 +83,30 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
         if not isinstance(chunk, DistributedDataParallel):
             is_torch = isinstance(chunk, TorchFullyShardedDataParallel)
             found |= _above_one(chunk.config, UNDER_FSDP if is_torch else UNDER_MEGATRON_FSDP)
+            found |= {} if is_torch else _refused_groups_of_one(chunk)
     return found
+
+
+def _refused_groups_of_one(chunk: Any) -> dict[str, str]:
+    """Return a group of one rank over which Megatron-FSDP of before 0.17 would shard gradients.
+
+    `GradReducePipeline._bucket_group_gradient_reduce` then adds to a group's gradients, at every
+    micro-batch, what it has of them: they are those of no batch.
+    """
+    strategy = getattr(chunk.ddp_config, "data_parallel_sharding_strategy", "")
+    if strategy not in SHARDING_GRADIENTS or not is_before(0, 17):
+        return {}
+    sizes = {"data": parallel_state.get_data_parallel_world_size(with_context_parallel=True)}
+    if getattr(chunk.config, "num_moe_experts", None):
+        sizes["expert-data"] = parallel_state.get_expert_data_parallel_world_size()
+    return {
+        f"data_parallel_sharding_strategy={strategy!r} over a {kind}-parallel rank alone": (
+            "megatron-core before 0.17 sums its gradients once more at every micro-batch; use "
+            "'optim', several ranks, or a later release"
+        )
+        for kind, size in sizes.items()
+        if size == 1
+    }
 
 
 def _above_one(config: Any, reasons: Mapping[str, str]) -> dict[str, str]:

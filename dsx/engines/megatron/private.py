@@ -48,7 +48,7 @@ def require_names() -> None:
 
     version = _version()
     RELEASES.require(NAMES, version)
-    if numbers_of(version) < [0, 16] and not hasattr(numpy, "product"):
+    if is_before(0, 16) and not hasattr(numpy, "product"):
         raise RuntimeError(
             f"megatron-core {version} asks numpy for a name that numpy {numpy.__version__} has not "
             "(numpy.product) when it saves: install numpy<2, or megatron-core>=0.16"
@@ -59,6 +59,11 @@ def require_names() -> None:
 def require_names_of_fsdp() -> None:
     """As `require_names`, of what a model under Megatron-FSDP takes."""
     RELEASES.require(OF_FSDP, _version())
+
+
+def is_before(*release: int) -> bool:
+    """Whether the megatron-core that is imported is older than a release."""
+    return numbers_of(_version()) < [*release]
 
 
 def _version() -> str:

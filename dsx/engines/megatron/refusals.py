@@ -38,17 +38,19 @@ OF_DATA_PARALLEL = {
 ABOVE_ONE = {
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
-UNDER_FSDP = {  # with either kind of fully sharded data parallelism
-    "pipeline_model_parallel_size": "its mesh has no stages; use the distributed optimizer",
-    "expert_model_parallel_size": "experts differ from those of plain training; use the "
-    "distributed optimizer",
-}
 UNDER_MEGATRON_FSDP = {
-    "tensor_model_parallel_size": "slices differ from those of plain training; use the "
-    "distributed optimizer",
-    **UNDER_FSDP,
+    "pipeline_model_parallel_size": "its mesh has no stages (_get_dp_tp_mesh in Megatron's "
+    "mcore_fsdp_adapter.py); use the distributed optimizer",
 }
-SHARDING = ("optim", "optim_grads", "optim_grads_params")
+UNDER_FSDP = {  # torch's
+    name: f"Megatron refuses it itself (arguments.py); {advice}"
+    for name, advice in {
+        "pipeline_model_parallel_size": "use the distributed optimizer",
+        "expert_model_parallel_size": "use Megatron-FSDP or the distributed optimizer",
+    }.items()
+}
+SHARDING_GRADIENTS = ("optim_grads", "optim_grads_params")
+SHARDING = ("optim", *SHARDING_GRADIENTS)
 NOT_LOADED = (  # core_v0.16.1 to main of August 2026
     "Megatron finds an optimizer's parameters by what to_local() returns, a new tensor each time "
     "from torch 2.13 on, and loads no DTensors in this format; use --ckpt-format torch_dcp"

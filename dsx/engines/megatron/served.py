@@ -34,8 +34,8 @@ SERVED = {
     "use_precision_aware_optimizer": "fp32 masters or bf16's remainders; run with a stand-in only",
     "overlap_grad_reduce": "",
     "overlap_param_gather": "",
-    "use_torch_fsdp2": "rows of every parameter; not with stages, expert parallelism or dreamddp",
-    "use_megatron_fsdp": "ranges of its buffers; data parallelism alone, not with dreamddp",
+    "use_torch_fsdp2": "rows of every slice; not with stages, expert parallelism or dreamddp",
+    "use_megatron_fsdp": "ranges of its buffers, of slices and experts, too; no stages or dreamddp",
     "bf16": "",
     "fp16": "a step that overflows counts",
     "async_save": (
