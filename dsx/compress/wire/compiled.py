@@ -47,6 +47,9 @@ def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
 @functools.cache
 def unavailable(device_type: str) -> str | None:
     """Return why nothing can be compiled for `device_type` here, or None; asked once."""
+    contraction: Any = torch._inductor.config.cpp.enable_floating_point_contract_flag
+    if isinstance(contraction, bool):  # torch 2.6; tried: other bits than the eager kernels'
+        return f"torch {torch.__version__} compiles sums and products to other bits"
     x = torch.zeros(64, device=device_type)
     try:
         compile_kernel(_probe)(x)
