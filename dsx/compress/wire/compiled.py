@@ -11,6 +11,7 @@ where this torch has the option), so the compiled kernels return what the eager 
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,10 @@ def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
 @functools.cache
 def unavailable(device_type: str) -> str | None:
     """Return why nothing can be compiled for `device_type` here, or None; asked once."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    # torch 2.6, whose kernels came to other bits than the eager ones in tests
+    if isinstance(config.cpp.enable_floating_point_contract_flag, bool):
+        return f"torch {torch.__version__} compiles sums and products to other bits"
     x = torch.zeros(64, device=device_type)
     try:
         compile_kernel(_probe)(x)
