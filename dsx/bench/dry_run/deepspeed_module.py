@@ -6,7 +6,7 @@ layers and embeddings, in the model of a Hugging Face class as far as DeepSpeed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -143,7 +143,7 @@ def _matrix(path: str, shape: tuple[int, ...], has_bias: bool) -> nn.Module:
 
 
 @contextmanager
-def _made_as(dtype: torch.dtype) -> Iterator[None]:
+def _made_as(dtype: torch.dtype) -> Generator[None, None, None]:
     """Let modules make their parameters of a type, as fakes cannot be converted later on."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
