@@ -53,7 +53,6 @@ class ForkedRanks:
     """A server of `megatron_lm_on_cpu.py`, for the tests of one tree."""
 
     def __init__(self, driver: Path, tree: Path, environment: Mapping[str, str]) -> None:
-        self.environment: Mapping[str, str] = {}  # of ranks, beside the server's
         self._server = subprocess.Popen(
             [sys.executable, driver, "--serve", tree], env=dict(environment), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
