@@ -5,7 +5,7 @@ Pipelines, sequence parallelism and hpZ, in clusters of four ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -198,7 +198,7 @@ def all_held(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     return [held(kind) for kind in kinds]
 
 
-def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
+def all_dry(kinds: Sequence[Any]) -> list[list[dict[str, Any]]]:
     """The same of every rank of one cluster, built without the others, one after another."""
     from dsx.bench.dry_run.deepspeed import build_ranks
     from dsx.bench.dry_run.figures import figures_of
@@ -214,8 +214,22 @@ def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
     return found
 
 
+def hold_to_runs(
+    kinds: Sequence[Any],
+    all_held: Callable[[Sequence[Any]], list[dict[str, Any]]],
+    compare_memory: Callable[[Any, list[dict[str, Any]]], None],
+) -> None:
+    """Compare what each rank of two clusters has with what is built alone, and with plans."""
+    runs = run_distributed(all_held, 2 * RANKS, kinds, timeout_seconds=500)
+    (dry,) = run_distributed(all_dry, 1, kinds, timeout_seconds=240)
+    for index, kind in enumerate(kinds):
+        for number, run in enumerate(runs):
+            compare(dry[index][number % RANKS], run[index], number // RANKS)
+        compare_memory(kind, [run[index] for run in runs[:RANKS]])
+
+
 @needs("deepspeed")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -224,12 +238,7 @@ def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
     ],
 )
 def test_layouts_are_what_runs_have(kinds: Sequence[Kind]) -> None:
-    runs = run_distributed(all_held, 2 * RANKS, kinds, timeout_seconds=400)
-    (dry,) = run_distributed(all_dry, 1, kinds, timeout_seconds=180)
-    for index, kind in enumerate(kinds):
-        for number, run in enumerate(runs):
-            compare(dry[index][number % RANKS], run[index], number // RANKS)
-        compare_memory(kind, [run[index] for run in runs[:RANKS]])
+    hold_to_runs(kinds, all_held, compare_memory)
 
 
 def compare_memory(kind: Kind, ranks: list[dict[str, Any]]) -> None:

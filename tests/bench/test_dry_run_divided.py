@@ -22,9 +22,8 @@ from dsx.plan.deepspeed_json import read_cut
 from dsx.plan.gpt_shapes import GPT, Experts
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model_files import Batch, Cluster
-from tests.bench.test_dry_run import compare, figures_of_run, follow, told
-from tests.bench.test_dry_run_deepspeed import Part, weight_bytes
-from tests.distributed import run_distributed
+from tests.bench.test_dry_run import figures_of_run, follow
+from tests.bench.test_dry_run_deepspeed import Part, hold_to_runs, weight_bytes
 from tests.engines.engines import ACCUMULATION, ds_config, quiet
 from tests.engines.test_deepspeed_memory import BLOCK
 from tests.installed import needs
@@ -293,22 +292,6 @@ def all_held(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     return [held(kind) for kind in kinds]
 
 
-def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
-    """The same of every rank of one cluster, built without the others, one after another."""
-    from dsx.bench.dry_run.deepspeed import build_ranks
-    from dsx.bench.dry_run.figures import figures_of
-
-    config, found = load_config({"dsx": BLOCK}), []
-    for kind in kinds:
-        cluster = Cluster(**read_cut(kind.document(), RANKS)._asdict())
-        of_kind: list[dict[str, Any]] = []
-        for stage in range(cluster.pipeline):
-            built = build_ranks(kind.model(), cluster, kind.document(), config, stage)
-            of_kind += told(figures_of(built, config, has_accelerators=False))
-        found.append(of_kind)
-    return found
-
-
 @needs("deepspeed")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -319,12 +302,7 @@ def all_dry(kinds: Sequence[Kind]) -> list[list[dict[str, Any]]]:
     ],
 )
 def test_experts_and_slices_are_what_runs_have(kinds: Sequence[Kind]) -> None:
-    runs = run_distributed(all_held, 2 * RANKS, kinds, timeout_seconds=500)
-    (dry,) = run_distributed(all_dry, 1, kinds, timeout_seconds=240)
-    for index, kind in enumerate(kinds):
-        for number, run in enumerate(runs):
-            compare(dry[index][number % RANKS], run[index], number // RANKS)
-        compare_memory(kind, [run[index] for run in runs[:RANKS]])
+    hold_to_runs(kinds, all_held, compare_memory)
 
 
 def compare_memory(kind: Kind, ranks: list[dict[str, Any]]) -> None:
