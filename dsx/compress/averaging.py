@@ -35,7 +35,7 @@ from dsx.compress.slices import (
     slice_bounds,
 )
 from dsx.compress.wire.base import Codec, Kernels, Wire
-from dsx.compress.wire.parts import places_of
+from dsx.compress.wire.parts import has_places, places_of
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
@@ -198,11 +198,16 @@ class CodedMean:
         together = self._wire.granularity
         longest = max(LOST_TOGETHER // together, 1) * together
         for data, (start, stop) in zip(self._outgoing_of(0), self._bounds, strict=True):
+            if not has_places(self._wire):  # a format of one's own: all at once
+                longest = max(stop - start, 1)
             for first in range(0, stop - start, longest):
                 last = min(first + longest, stop - start)
-                places = places_of(self._wire, stop - start, first, last)
                 lost = anew.room(last - first)
-                self._codec.decode(torch.cat([data[place] for place in places]), lost)
+                if has_places(self._wire):
+                    places = places_of(self._wire, stop - start, first, last)
+                    self._codec.decode(torch.cat([data[place] for place in places]), lost)
+                else:
+                    self._codec.decode(data, lost)
                 torch.sub(x[start + first : start + last], lost, out=lost)
 
     def _outgoing_of(self, number: int) -> list[Tensor]:

@@ -31,9 +31,11 @@ class Deferral:
         missing = torch.tensor([float(not is_there)])
         return bool(self._adapter.ranks.max_over_ranks(missing))
 
-    def begin(self, make_due: Callable[[], object]) -> None:
-        """Take the boundary as left; `make_due` makes what its launches are still to send."""
-        make_due()
+    def begin(self, send_due: Callable[[], object]) -> None:
+        """Take the boundary as left; `send_due` sends what its launches have not: the others may
+        come to have it, whoever goes on from here.
+        """
+        send_due()
         if self.inner_lr is None:
             self.inner_lr = self._adapter.inner_lr()
 

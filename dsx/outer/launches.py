@@ -80,6 +80,9 @@ class Launches:
         state, is_due = self._state, self._takes_a_mean(fragment, under_way)
         buffers = state.take_buffers(fragment, history.launches[fragment] + 1, not is_due)
         contribution = None if is_due else self._contribute(fragment, buffers)
+        sideband = self._method.staleness.sideband(state.slots[fragment].staleness)
+        if is_due:  # what it tells is of before the mean is applied, too
+            sideband = buffers.posted.averages.copy_(sideband)
         # before the copy, whose event then says that the hash is there, too
         anchor = self._recovery.hash_anchor(fragment, history.launches[fragment])
         timer.mark("contribution")
@@ -98,7 +101,7 @@ class Launches:
         norm = torch.zeros(())
         transfer = Transfer(fragment, step, interval, NotSent(what), attempt, norm, sync_params)
         if contribution is not None:
-            self._copy(transfer, contribution)
+            self._copy(transfer, contribution, sideband)
             timer.mark("copy")
         if state.is_sent(fragment):
             attempt.is_coded = not self._method.encodes_at_launch
@@ -132,7 +135,7 @@ class Launches:
         if due is not None:
             made = self._made.pop(fragment)
             if made is not None:
-                self._copy(due, made)
+                self._copy_due(due, made)
             due.pending = self._attempts.submit(due.attempt, due.sync_params)
 
     def send_due(self) -> None:
@@ -148,7 +151,7 @@ class Launches:
         for fragment, due in self._due.items():
             if fragment not in self._made:
                 due.buffers.lend()
-                self._copy(due, self._contribute(fragment, due.buffers))
+                self._copy_due(due, self._contribute(fragment, due.buffers))
                 self._made[fragment] = None
 
     def forget(self) -> None:
@@ -169,10 +172,12 @@ class Launches:
         self.make_due()
         return self._due[fragment].attempt.is_finite()
 
-    def _copy(self, transfer: Transfer, contribution: Tensor) -> None:
-        """Start bringing a contribution to the host."""
+    def _copy_due(self, transfer: Transfer, contribution: Tensor) -> None:
+        self._copy(transfer, contribution, transfer.buffers.posted.averages)
+
+    def _copy(self, transfer: Transfer, contribution: Tensor, sideband: Tensor) -> None:
+        """Start bringing a contribution and its sideband to the host."""
         fragment, attempt = transfer.fragment, transfer.attempt
-        sideband = self._method.staleness.sideband(self._state.slots[fragment].staleness)
         copy = self.host_copies.start(
             fragment, contribution, sideband, attempt.buffers, attempt.anchor
         )

@@ -190,7 +190,7 @@ class OuterLoop:
         ripe = self.overlap.ripe(self.in_flight, self.history.step)
         stop_place = self.stop_place if may_stop else None
         if not all(self._apply(transfer, stop_place) for transfer in ripe):
-            self.deferral.begin(self.launches.make_due)  # the rest is for whoever goes on from here
+            self.deferral.begin(self.launches.send_due)  # the rest is for whoever goes on from here
             return True
         self.deferral.end()
         self._first_steps.keep(self.history)

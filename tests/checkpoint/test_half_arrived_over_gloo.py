@@ -11,9 +11,9 @@ import pytest
 
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.engines import simulated
-from dsx.outer.transfer import Transfer
+from dsx.outer.transfer import NotSent, Transfer
 from tests.checkpoint.gloo_in_one_process import AT_THE_END, GlooHub, HeldTransport
-from tests.checkpoint.half_arrived import assert_same, lacking, resume, save_all
+from tests.checkpoint.half_arrived import Impatient, assert_same, lacking, resume, save_all
 from tests.checkpoint.test_half_arrived import METHODS, NUM_STEPS, new_run
 from tests.compress.test_over_gloo import loss
 from tests.simulated import Simulated
@@ -152,3 +152,24 @@ def test_a_rank_that_cannot_write_does_not_leave_the_others_in_a_collective(tmp_
     with pytest.raises(FileExistsError):
         save_all(run, tmp_path)
     assert told
+
+
+def test_what_is_launched_at_a_boundary_that_is_left_is_sent() -> None:
+    """Though its memory is that of a mean that is late: the others come to have it meanwhile."""
+    run = new_run("one step", "int4, fp32", 2)
+    other, leaver = run.loops
+    late = transports(run)[1]
+    for step in range(1, 7):
+        if step == 3:
+            late.hold_after = AT_THE_END
+        if step == 5:
+            leaver.stop_place = Impatient()  # type: ignore[assignment]
+        run.train_step(loss)
+    assert leaver.deferral.is_deferred and len(leaver.in_flight) == 2
+    late.hold_after = None
+    late.goes_on.set()
+    for loop in (leaver, other):
+        transfer = loop.in_flight[-1]
+        assert isinstance(transfer, Transfer) and transfer.launched == 6
+        assert not isinstance(transfer.pending, NotSent)
+        transfer.pending.wait()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dsx.method.method import Method
+from dsx.method.staleness import GapPenalty
 from dsx.outer import state, work_space
 from dsx.outer.arenas import TransferBuffers
 from dsx.outer.passing_on import passes_on
@@ -81,6 +85,23 @@ def test_gives_the_bits_of_vectors_of_its_own(
     assert all(refused) if not_finite_at else not any(refused)
     assert num_vectors(found) == [method.max_in_flight] * len(num_vectors(found))
     assert num_vectors(expected) == [each + 1 for each in num_vectors(found)]
+
+
+@dataclass(frozen=True)
+class TellsWhatItRemembers(GapPenalty):
+    """A penalty of a user's own."""
+
+    def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
+        return slots["last_update"]
+
+
+def test_what_a_launch_tells_is_of_before_the_mean_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = replace(ALL_CASES["co2"].method(2), staleness=TellsWhatItRemembers("tensor"))
+    found = trained(method)
+    monkeypatch.setattr(state, "passes_on", lambda *_: False)
+    require_same(found, trained(method))
 
 
 def handed_on(first: TransferBuffers, second: TransferBuffers) -> None:

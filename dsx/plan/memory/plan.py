@@ -14,6 +14,7 @@ from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
 from dsx.outer.memory import OuterMemory, StatePlace, predict
+from dsx.outer.passing_on import passes_on
 from dsx.outer.whole_matrices import MatrixGather, plan_gathers, wires_of
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
@@ -26,7 +27,11 @@ _SHARE_CHUNK = 1 << 24  # of engines/replicated.py
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's bytes; `on_device` and `on_host` are sums of inner and outer by placement."""
+    """One rank's bytes; `on_device` and `on_host` are sums of inner and outer by placement.
+
+    `lent` are bytes of host memory more, for a while: of launches that cannot take the memory of a
+    mean, where a boundary is left for a stop or a round is made again.
+    """
 
     stage: Stage
     numel: int
@@ -34,6 +39,7 @@ class RankMemory:
     outer: OuterMemory
     contributions: int
     place: StatePlace
+    lent: int = 0
 
     @property
     def outer_on_device(self) -> int:
@@ -88,17 +94,12 @@ def plan_stage(
     in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
     if not cluster.shares_optimizer:
         in_cluster += sum(_gathered(own, assignment, wholes) for own in held[rank])
+    wire = [gather.wire for gather in matrix_gathers]
+    places = has_accelerators and place == "masters", place == "disk"
     outer = predict(
-        method,
-        layouts[rank],
-        num_tensors,
-        [gather.wire for gather in matrix_gathers],
-        config.clusters.num_clusters,
-        in_cluster,
-        has_accelerators and place == "masters",
-        place == "disk",
-        factors_there(config, has_accelerators),
-    )
+        method, layouts[rank], num_tensors, wire, config.clusters.num_clusters, in_cluster,
+        *places, factors_there(config, has_accelerators),
+    )  # fmt: skip
     launched = launched_together(config, layouts[rank])
     return RankMemory(
         stage=stage,
@@ -107,6 +108,7 @@ def plan_stage(
         outer=outer,
         contributions=4 * launched if place == "masters" else 0,
         place=place,
+        lent=4 * sum(f.numel for f in wire) if passes_on(method, *places) else 0,
     )
 
 

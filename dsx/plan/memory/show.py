@@ -15,6 +15,7 @@ from rich.table import Table
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import DsxConfig, load_config
 from dsx.core.types import Stage
+from dsx.core.units import format_bytes
 from dsx.method.fragments import assign_stage, fewer_than_usual
 from dsx.plan.memory.plan import RankMemory, plan_stage
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
@@ -93,6 +94,12 @@ def _print(
         row("outer training, disk", [rank.outer_on_disk for rank in ranks])
     console.print(table)
     console.print(f"outer state of stage 0: {ranks[0].outer}")
+    if most := max(rank.lent for rank in ranks):
+        console.print(
+            f"{format_bytes(most)} of host memory more for a while, where a boundary is left for a "
+            "stop or a round is made again",
+            soft_wrap=True,
+        )
     parity = "fits" if all(fits) else "does not fit"
     console.print(f"{parity} in {limit:g} GiB per accelerator")
     if not all(fits) and config.state.device == "masters":
@@ -118,4 +125,5 @@ def _record(rank: RankMemory) -> dict[str, Any]:
         "outer_on_host": rank.outer_on_host,
         "outer_on_disk": rank.outer_on_disk,
         "copied_for_save": rank.copied_for_save,
+        "lent": rank.lent,
     }
