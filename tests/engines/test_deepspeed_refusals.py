@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 import dsx
 from dsx.comm.world import current_world
@@ -21,6 +22,7 @@ from dsx.engines.deepspeed.features import (
 )
 from dsx.engines.deepspeed.masters import require_fp32
 from dsx.engines.deepspeed.refusals import refuse_document
+from dsx.engines.inner_names import numbers_of
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
 from tests.engines.engines import (
@@ -61,6 +63,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "checkpoint.use_node_local_storage=true": {"checkpoint": {"use_node_local_storage": True}},
     "compile.deepcompile=true": {"compile": {"deepcompile": True}},
+}
+SINCE = {  # the first release whose JSON may have it; one before it takes no such key
+    "zero_optimization.offload_optimizer.super_offload=true": [0, 18, 0],
+    "zero_optimization.zenflow": [0, 17, 5],
 }
 
 
@@ -118,6 +124,21 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
     return "served"
 
 
+def told_of(engine: Any, document: dict[str, Any]) -> str:
+    """What dsx says of an engine with this JSON; of one that DeepSpeed cannot read, what it says.
+
+    The engine has the JSON from then on, if DeepSpeed can read it.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        engine._config = DeepSpeedConfig(document)
+    except ValidationError as error:
+        wrong = [(each["type"], *each["loc"]) for each in error.errors()]
+        return f"{error.title} refuses {wrong}"
+    return message_of(refuse_unsupported, engine)
+
+
 def unfreeze() -> str:
     """Step once with a parameter that was frozen, in the optimizer, and no longer is."""
     arguments = engine_arguments(Kind(0))
@@ -142,8 +163,6 @@ def layerwise(**schedule: Any) -> dict[str, Any]:
 
 
 def try_everything() -> dict[str, str]:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     quiet()
     messages = {
         name: message_of(build_engine, Kind(1), dsx=layerwise(**schedule))
@@ -162,8 +181,7 @@ def try_everything() -> dict[str, str]:
     engine = build_engine(Kind(1))
     served = engine._config
     for name, setting in SETTINGS.items():
-        engine._config = DeepSpeedConfig({**ds_config(1, "fp32", "diloco"), **setting})
-        messages[name] = message_of(refuse_unsupported, engine)
+        messages[name] = told_of(engine, {**ds_config(1, "fp32", "diloco"), **setting})
     engine._config = served
     alone, _ = dist.new_subgroups(1)
     for name, attributes in ATTRIBUTES.items():
@@ -184,6 +202,13 @@ def messages() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*SETTINGS, *ATTRIBUTES])
 def test_a_setting_is_refused_by_name(name: str, messages: dict[str, str]) -> None:
+    """Or, of a release that has no such key, DeepSpeed refuses just that: no engine can have it."""
+    import deepspeed
+
+    if numbers_of(deepspeed.__version__) < SINCE.get(name, [0]):
+        key = name.partition("=")[0].split(".")[1:]
+        assert messages[name] == f"DeepSpeedZeroConfig refuses {[('extra_forbidden', *key)]}"
+        return
     assert messages[name].startswith(f"dsx does not serve {name} of DeepSpeed: ")
     assert re.search("use |leave it out", messages[name])
     assert messages["plain"] == "served"
@@ -224,10 +249,13 @@ def test_masters_that_are_not_fp32_are_refused() -> None:
 
 
 def test_a_setting_is_refused_before_anything_is_built() -> None:
-    config = ds_config(1, "fp32", "diloco")
-    config["zero_optimization"] |= ZENFLOW
-    with pytest.raises(ValueError, match=r"^dsx does not serve zero_optimization\.zenflow of Dee"):
-        dsx.initialize(model=torch.nn.Linear(2, 2), config=config)
+    """And before DeepSpeed reads it: a release that has no such key says nothing of it."""
+    for name, setting in SETTINGS.items():
+        config = {**ds_config(1, "fp32", "diloco"), **setting}
+        with pytest.raises(
+            ValueError, match=f"^dsx does not serve {re.escape(name)} of DeepSpeed: "
+        ):
+            dsx.initialize(model=torch.nn.Linear(2, 2), config=config)
     assert current_world() is None  # no cluster was waited for
 
 
