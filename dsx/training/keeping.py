@@ -184,10 +184,7 @@ class Keeping:
 
     def _delete_of_library(self, due: Collection[_PutOff]) -> None:
         for one in due:
-            try:
-                one.delete()
-            except OSError as error:
-                logger.warning("an old checkpoint stays: %s", error)
+            if not is_deleted(one.delete):
                 continue
             self._forget(one.path)
             if self._copying is not None:
@@ -205,3 +202,15 @@ class Keeping:
                 logger.info("%s is deleted: checkpoints.keep=%d", directory / tag, self._keep)
         except OSError as error:
             logger.warning("an old checkpoint stays: %s", error)
+
+
+def is_deleted(delete: Callable[[], object]) -> bool:
+    """Delete an old checkpoint; return whether that is done. A warning says so where it cannot be,
+    which is no end of the run: the other ranks would wait for this one.
+    """
+    try:
+        delete()
+    except OSError as error:
+        logger.warning("an old checkpoint stays: %s", error)
+        return False
+    return True

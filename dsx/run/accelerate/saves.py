@@ -23,6 +23,7 @@ from dsx.config.checkpoints import CheckpointsConfig
 from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
+from dsx.training.keeping import is_deleted
 from dsx.training.whole import Whole, find_inner_damage, unmark
 
 _STAGING = ".dsx_fetched"
@@ -63,7 +64,7 @@ class Saves:
                 self._handle.keeping.put_off(own, partial(remove, own))
         elif all(self._handle.gather(is_saved)) and self._world.rank == 0:
             for path in older(newest, self._world.cluster_id, limit):
-                remove(cluster_directory(path, self._world.cluster_id))
+                is_deleted(partial(remove, cluster_directory(path, self._world.cluster_id)))
 
     def _complete(self, folder: Path, step: int) -> None:
         self._handle.rollback.saved(folder)

@@ -25,6 +25,7 @@ from dsx.engines.resume_point import choose
 from dsx.run.hugging_face.states import show_to_plain
 from dsx.run.replace import original_of
 from dsx.training.handle import Handle
+from dsx.training.keeping import is_deleted
 from dsx.training.whole import Whole, find_inner_damage, unmark
 
 
@@ -68,7 +69,7 @@ class Saves:
             own = cluster_directory(folder, handle.cluster_id)
             if all(handle.gather(bool(complete_tags(own)))):
                 for path in old:
-                    remove(path)
+                    is_deleted(partial(remove, path))
         return result
 
     def _show(self, folder: Path) -> None:

@@ -33,6 +33,7 @@ from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
 from dsx.run.lightning.own_file import OwnFile
 from dsx.run.lightning.places import own_place
+from dsx.training.keeping import is_deleted
 from dsx.training.manifest import manifest_of
 
 FILE = "lightning.ckpt"
@@ -211,7 +212,7 @@ def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath:
             return
         if not all(handle.gather(fit.is_saved)):
             return  # what was not saved has been told
-    delete()
+    is_deleted(delete)
 
 
 def _exists(original: Callable[..., Any], callback: Any, filepath: Any, trainer: Any) -> bool:
