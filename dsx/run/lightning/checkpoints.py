@@ -55,6 +55,15 @@ def writes_folder(strategy: Any) -> bool:
     return has_engine(strategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
 
 
+def writes_alone(strategy: Any) -> bool:
+    """Whether the first rank of a cluster writes a strategy's file, and no rank waits for it.
+
+    Others (ModelParallelStrategy) begin with a collective even where they write one file.
+    """
+    names = {cls.__name__ for cls in type(strategy).__mro__}
+    return not writes_folder(strategy) and bool(names & {"DDPStrategy", "SingleDeviceStrategy"})
+
+
 def tag_of(path: Path, strategy: Any) -> str:
     """Return the name of the tag that a checkpoint is, or has beside it."""
     return path.name if writes_folder(strategy) else f"{path.name}{SUFFIX}"
@@ -133,10 +142,11 @@ class _Tag:
         directory, tag = self._path.parent, tag_of(self._path, strategy)
         saving = AgreedSave(handle, directory, tag, world.rank == 0, may_be_later=True)
         place = str(saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE)
-        if writes_folder(strategy):  # together, by collectives of the training's own
-            saving.do(lambda: strategy.save_checkpoint(checkpoint, place, self._options))
-        else:
-            saving.do(lambda: handle.beside.write(self._own_file(checkpoint, place)))
+        file = self._own_file(checkpoint, place)
+        if writes_alone(strategy):
+            saving.do(lambda: handle.beside.write(file))
+        else:  # together, by collectives of the training's own
+            saving.do(file.write)
         saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         manifest = manifest_of(handle, world, judged)
