@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import dsx
 from dsx.checkpoint.checksums import MANIFEST, find_damage
 from dsx.checkpoint.places import by_tag
 from dsx.checkpoint.remote import Remote
@@ -20,6 +21,9 @@ from dsx.run.hugging_face import saves
 from dsx.run.lightning.own_file import OwnFile
 from dsx.training.whole import Whole, find_inner_damage, unmark
 from tests.checkpoint.test_tags import write
+from tests.distributed import run_distributed
+from tests.telemetry.trace.runs import block
+from tests.tiny import TinyNet, batch
 from tests.training.test_copying import Clusters, allow, guarded
 
 __all__ = ["guarded"]
@@ -155,6 +159,28 @@ def test_what_lightning_writes_beside_training_is_of_the_moment_of_the_save() ->
     other.detach()
     other.write()
     assert seen[2] == {}
+
+
+def train_where_one_cluster_saves(base: str) -> int:
+    config = block("diloco", dir=f"{base}/run")
+    world = dsx.init_distributed(config)
+    model = TinyNet(world.cluster_id)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = dsx.attach(model, optimizer, config=config)
+    if world.cluster_id == 1:
+        handle.keeping.serve_library()
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(*batch(world.cluster_id, step)).backward()
+        optimizer.step()
+    handle.finish()
+    handle.close()
+    return handle.step
+
+
+@pytest.mark.ci
+def test_a_cluster_that_has_saved_nothing_comes_to_the_end_with_the_others(tmp_path: Path) -> None:
+    assert run_distributed(train_where_one_cluster_saves, 2, str(tmp_path)) == [3, 3]
 
 
 class Kept:
