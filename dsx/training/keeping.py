@@ -90,7 +90,7 @@ class Keeping:
     def put_off(self, path: Path, delete: Callable[[], object]) -> None:
         """Let the first rank delete a checkpoint once all clusters hold what was begun last."""
         if self._is_first:
-            self._put_off.append(_PutOff(path, delete, self._begun))
+            self._put_off.append(_PutOff(path.absolute(), delete, self._begun))
 
     def end_of_library(self, gather: Callable[[Any], list[Any]]) -> None:
         """Delete what has waited, if all clusters hold the last save. Collective over all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -30,11 +31,11 @@ __all__ = ["guarded"]
 
 
 def delete_later(clusters: Clusters, *steps: int) -> None:
-    """Let a library ask, behind its last save, that those of some steps go."""
+    """Let a library ask, behind its last save, that those of some steps go, by relative paths."""
     for m, keeping in enumerate(clusters.all):
         for step in steps:
             tag = clusters.base / f"cluster_{m}" / f"step{step}"
-            keeping.put_off(tag, partial(shutil.rmtree, tag))
+            keeping.put_off(Path(os.path.relpath(tag)), partial(shutil.rmtree, tag))
 
 
 def begin(clusters: Clusters) -> None:
@@ -50,7 +51,10 @@ def held(clusters: Clusters, cluster: int) -> set[str]:
     return {*complete_tags(clusters.base / f"cluster_{cluster}")}
 
 
-def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(tmp_path: Path) -> None:
+def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     clusters = Clusters(tmp_path)
     begin(clusters)
     clusters.save(2)
@@ -76,7 +80,10 @@ def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(tmp_path
     assert clusters.there == [["step6"]] * 2  # as on the disk
 
 
-def test_where_one_cluster_has_not_saved_all_keep_what_they_have(tmp_path: Path) -> None:
+def test_where_one_cluster_has_not_saved_all_keep_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     clusters = Clusters(tmp_path)
     begin(clusters)
     clusters.save(2)
