@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsx.checkpoint.checksums import MANIFEST
+from dsx.config.checkpoints import CheckpointsConfig
 from dsx.run.accelerate import saves as of_accelerate
 from dsx.run.hugging_face import saves as of_trainer
 from dsx.run.lightning import checkpoints as of_lightning
@@ -59,9 +61,10 @@ def of_an_accelerator(base: Path) -> Path:
 
 def of_lightnings(base: Path) -> Path:
     trainer, *_ = fitting()
+    callback = SimpleNamespace(save_weights_only=False)
     old = base / "a.ckpt.dsx"
     (old / MANIFEST).mkdir(parents=True)
-    of_lightning._remove(lambda *given: None, None, trainer, str(base / "a.ckpt"))
+    of_lightning._remove(lambda *given: None, callback, trainer, str(base / "a.ckpt"))
     return old
 
 
@@ -72,3 +75,20 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
     assert of(tmp_path).is_dir()
     (record,) = [one for one in caplog.records if "old checkpoint" in one.message]
     assert record.message.startswith("an old checkpoint stays: [Errno 21]")
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_what_lightning_keeps_of_weights_alone_goes_at_once_though_saves_are_later(
+    weights_only: bool, tmp_path: Path
+) -> None:
+    trainer, fit, handle = fitting(averaged=nullcontext)
+    fit.checkpoints = CheckpointsConfig(beside_training=True)
+    fit.is_saved = False  # what another callback has saved before
+    trainer.strategy.broadcast = lambda path: path
+    if weights_only:
+        of_lightning._save(lambda *given: None, trainer, tmp_path / "b.ckpt", weights_only=True)
+    callback, gone = SimpleNamespace(save_weights_only=weights_only), list[str]()
+    path = str(tmp_path / "a.ckpt")
+    of_lightning._remove(lambda of, path: gone.append(path), callback, trainer, path)
+    assert gone == ([path] if weights_only else [])
+    assert handle.waiting == ([] if weights_only else [tmp_path / "a.ckpt.dsx"])

@@ -97,6 +97,7 @@ def _save(
     with nullcontext() if handle.preemption.is_saving else handle.averaged():
         if weights_only and not has_engine(trainer.strategy):
             original(str(path), weights_only, storage_options)
+            fit.is_saved = True
         else:
             _Tag(trainer, fit, path, storage_options).write()
 
@@ -217,7 +218,8 @@ def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath:
     if fit.resume == tag:
         return  # what the run has come from stays, as Lightning has it
     if handle is not None and not handle.preemption.is_saving:
-        if fit.puts_off:
+        is_tag = not callback.save_weights_only or has_engine(trainer.strategy)
+        if fit.puts_off and is_tag:
             handle.keeping.put_off(tag, delete)
             return
         if not all(handle.gather(fit.is_saved)):
