@@ -23,6 +23,8 @@ class Saving:
     def do(self, save: Callable[[], object]) -> None:
         save()
 
+    of_script = do
+
     def complete(self, finish: Callable[[], None]) -> None:
         """Leave it without its name."""
 

@@ -145,9 +145,9 @@ class _Tag:
         place = str(saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE)
         file = self._own_file(checkpoint, place)
         if writes_alone(strategy):
-            saving.do(lambda: handle.beside.write(file))
+            saving.of_script(lambda: handle.beside.write(file))
         else:  # together, by collectives of the training's own
-            saving.do(file.write)
+            saving.of_script(file.write)
         saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         manifest = manifest_of(handle, world, judged)
