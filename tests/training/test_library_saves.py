@@ -19,7 +19,7 @@ from dsx.checkpoint.places import by_tag
 from dsx.checkpoint.remote import Remote
 from dsx.checkpoint.tags import complete_tags
 from dsx.run.hugging_face import saves
-from dsx.run.lightning.own_file import OwnFile
+from dsx.run.lightning.own_file import OwnFile, copied
 from dsx.training.whole import Whole, find_inner_damage, unmark
 from tests.checkpoint.test_tags import write
 from tests.distributed import run_distributed
@@ -162,6 +162,8 @@ def test_what_lightning_writes_beside_training_is_of_the_moment_of_the_save() ->
     assert held["weight"].data_ptr() == held["tied"].data_ptr()  # as in the model
     OwnFile(state, seen.append, is_writer=True).write()
     assert seen[1] is state  # at once: nothing is copied
+    module = torch.nn.Linear(2, 2).state_dict()
+    assert copied(module)._metadata == module._metadata == {"": {"version": 1}}  # type: ignore[attr-defined]
     other = OwnFile(state, seen.append, is_writer=False)
     other.detach()
     other.write()
