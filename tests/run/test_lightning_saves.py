@@ -53,3 +53,13 @@ def test_only_a_file_that_one_rank_writes_alone_is_written_beside_training(
     checkpoints._Tag(trainer, fit, tmp_path / "a.ckpt", None).write()
     assert (len(written), len(later), handle.num_begun) == (not is_later, is_later, 1)
     assert written == ([] if is_later else ["a.ckpt.unfinished" if is_folder else "lightning.ckpt"])
+
+
+def test_a_name_that_is_taken_in_one_cluster_is_taken_in_all() -> None:
+    trainer, _, handle = fitting(gather=lambda own: [True, own])
+    assert checkpoints._exists(lambda path, of: False, None, "a.ckpt", trainer)
+    handle.preemption.is_saving = True  # at a step of this cluster's own
+    assert not checkpoints._exists(lambda path, of: False, None, "a.ckpt", trainer)
+    handle.preemption.is_saving = False
+    handle.gather = lambda own: [False, own]
+    assert not checkpoints._exists(lambda path, of: False, None, "a.ckpt", trainer)

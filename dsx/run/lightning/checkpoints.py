@@ -228,8 +228,14 @@ def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath:
 
 
 def _exists(original: Callable[..., Any], callback: Any, filepath: Any, trainer: Any) -> bool:
-    """Say whether a name is taken: also by what is being written beside training."""
+    """Say whether a name is taken, also by what is being written beside training; in any cluster.
+
+    So all clusters choose one name. Collective over all of them while they train.
+    """
     fit = fit_of(trainer)
-    if fit is not None and fit.is_training:
-        fit.require_handle().beside.settle()
-    return bool(original(filepath, trainer))
+    if fit is None or not fit.is_training:
+        return bool(original(filepath, trainer))
+    handle = fit.require_handle()
+    handle.beside.settle()
+    is_taken = bool(original(filepath, trainer))
+    return is_taken if handle.preemption.is_saving else any(handle.gather(is_taken))
