@@ -92,3 +92,17 @@ def test_what_lightning_keeps_of_weights_alone_goes_at_once_though_saves_are_lat
     of_lightning._remove(lambda of, path: gone.append(path), callback, trainer, path)
     assert gone == ([path] if weights_only else [])
     assert handle.waiting == ([] if weights_only else [tmp_path / "a.ckpt.dsx"])
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_folder_that_one_cluster_cannot_place_is_taken_by_none(
+    is_own: bool, tmp_path: Path
+) -> None:
+    if is_own:
+        (tmp_path / ".dsx_fetched").touch()  # in the way
+    others = "" if is_own else "No space left on device (x)"
+    handle: Any = SimpleNamespace(gather=lambda own: [own, others])
+    said = r"^cluster 0: Not a directory \(/.*\)$" if is_own else r"^cluster 1: No space left .*x\)"
+    with pytest.raises(ValueError, match=said):
+        of_accelerate._fetch(handle, FIRST, tmp_path, "checkpoint_1")
+    assert [*tmp_path.iterdir()] == ([tmp_path / ".dsx_fetched"] if is_own else [])
