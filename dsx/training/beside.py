@@ -105,11 +105,18 @@ class Beside:
         self._is_open = True
 
     def write(self, part: Part) -> None:
-        """Write a part of a checkpoint: now, or with the others of a save that is open."""
+        """Write a part of a checkpoint: now, or with the others of a save that is open.
+
+        OSError where a copy cannot be made, which is told to the other ranks as what cannot be
+        written is.
+        """
         if not self._is_open:
             part.write()
             return
-        part.detach()
+        try:
+            part.detach()
+        except Exception as error:  # no memory, or what is no copy's to make
+            raise OSError(f"no copy for a save beside training: {error!r}") from error
         self._part.append(part)
 
     def drop(self) -> None:

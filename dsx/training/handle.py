@@ -247,11 +247,10 @@ class Handle:
         finish.require_own(self._own, "finish()")
         self.settle()
         with self._saving.naming_last():
-            again = self._saving.has_more_to_save
-            told = self.preemption.meet_at_end(self._gathering, [self.step, again])
+            told = self.preemption.meet_at_end(self._gathering, [self.step, *self._saving.at_end])
             self.loop.drain()
             self._syncs.flush()
-            steps = [step for step, _ in told]
+            steps = [step for step, *_ in told]
             if len(set(steps)) == 1:
                 finish.end_comparison(self.loop, finish.begin_comparison(self.loop))
             # whatever this stage had under way: all stages take part
@@ -263,8 +262,8 @@ class Handle:
         self.is_finished = True
         self._world.finish()
         # all clusters hold the average while any saves again: some may have nothing to save
-        with self.averaged() if any(again for _, again in told) else nullcontext():
-            self._saving.save_again(self.gather)
+        with self.averaged() if any(again for _, again, _ in told) else nullcontext():
+            self._saving.save_again(self.gather, any(of_library for *_, of_library in told))
         self._records.end(self.step, "finished")
         self.preemption.is_finished = True
 

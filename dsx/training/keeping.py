@@ -64,7 +64,7 @@ class Keeping:
         self._copying = copying
         self.lies: Lies = by_cluster  # where a checkpoint's cluster and tag stand in its path
         self._whole: Whole | None = None
-        self._is_of_library = False
+        self.is_of_library = False  # whether what is deleted has waited in this process
         self._put_off: list[_PutOff] = []
         self._is_over = False  # whether all clusters hold a library's last save
         self._begun = 0  # saves of the library's
@@ -79,7 +79,7 @@ class Keeping:
 
         Every rank of every cluster calls it alike, before the first save.
         """
-        self._is_of_library, self.lies, self._whole = True, lies, whole
+        self.is_of_library, self.lies, self._whole = True, lies, whole
         if self._copying is not None:
             self._copying.take_places(lies)
 
@@ -90,15 +90,14 @@ class Keeping:
     def put_off(self, path: Path, delete: Callable[[], object]) -> None:
         """Let the first rank delete a checkpoint once all clusters hold what was begun last."""
         if self._is_first:
-            self._put_off.append(_PutOff(path, delete, self._begun))
+            self._put_off.append(_PutOff(path.absolute(), delete, self._begun))
 
     def end_of_library(self, gather: Callable[[Any], list[Any]]) -> None:
         """Delete what has waited, if all clusters hold the last save. Collective over all.
 
-        Once nothing is being written any more; nothing where no library saves.
+        Once nothing is being written any more. A cluster that has saved nothing in this process
+        takes part, as the others cannot know, and what they have stays.
         """
-        if not self._is_of_library:
-            return
         has_last = self._begun in self._numbers.values() or not self._is_first
         if all(gather(has_last)):
             self._is_over = True
@@ -113,7 +112,7 @@ class Keeping:
 
     def hold(self, path: Path, step: int) -> None:
         """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
-        is_nobodys = self._keep is None and self._copying is None and not self._is_of_library
+        is_nobodys = self._keep is None and self._copying is None and not self.is_of_library
         if is_nobodys or not self._is_first:
             return
         manifest = path / MANIFEST  # none where a script saves by itself
@@ -184,10 +183,7 @@ class Keeping:
 
     def _delete_of_library(self, due: Collection[_PutOff]) -> None:
         for one in due:
-            try:
-                one.delete()
-            except OSError as error:
-                logger.warning("an old checkpoint stays: %s", error)
+            if not is_deleted(one.delete):
                 continue
             self._forget(one.path)
             if self._copying is not None:
@@ -205,3 +201,15 @@ class Keeping:
                 logger.info("%s is deleted: checkpoints.keep=%d", directory / tag, self._keep)
         except OSError as error:
             logger.warning("an old checkpoint stays: %s", error)
+
+
+def is_deleted(delete: Callable[[], object]) -> bool:
+    """Delete an old checkpoint; return whether that is done. A warning says so where it cannot be,
+    which is no end of the run: the other ranks would wait for this one.
+    """
+    try:
+        delete()
+    except OSError as error:
+        logger.warning("an old checkpoint stays: %s", error)
+        return False
+    return True

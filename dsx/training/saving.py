@@ -79,9 +79,11 @@ class Saving:
         deal_tracked(self._loop, self._world, self._num_shards, objects)
 
     @property
-    def has_more_to_save(self) -> bool:
-        """Whether something saved at this step can be saved again by `save_again`."""
-        return any(self._of_step.values())
+    def at_end(self) -> tuple[bool, bool]:
+        """What clusters tell each other at the end: whether this one saves once more what it has
+        saved at this step, and whether a library has saved here, whose deletions wait.
+        """
+        return any(self._of_step.values()), self.keeping.is_of_library
 
     def pass_boundary(self) -> None:
         """Forget what was saved at the step before."""
@@ -229,10 +231,11 @@ class Saving:
         finally:
             self._keeps_data, self.before = False, None
 
-    def save_again(self, gather: Callable[[Any], list[Any]]) -> None:
+    def save_again(self, gather: Callable[[Any], list[Any]], is_of_library: bool) -> None:
         """Save what was saved at this step before the run was finished once more.
 
-        Then a library's deletions need not wait any more. Collective over all clusters.
+        Then a library's deletions, if any cluster has one, need not wait any more. Collective over
+        all clusters.
         """
         self.beside.close()
         for name, save in self._of_step.items():
@@ -245,7 +248,8 @@ class Saving:
                     "handle.saving():`", name,
                 )  # fmt: skip
         self._of_step = {}
-        self.keeping.end_of_library(gather)
+        if is_of_library:
+            self.keeping.end_of_library(gather)
 
     @contextmanager
     def naming_last(self) -> Generator[None, None, None]:

@@ -10,6 +10,7 @@ it can be copied to a remote place and fetched from there, whole or not at all.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,13 @@ class Whole:
             )
             return
         self._complete(folder, told["step"])
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder; killed meanwhile, it leaves nothing that looks complete. OSError."""
+    with suppress(FileNotFoundError):
+        unmark(folder)
+        shutil.rmtree(folder)
 
 
 def unmark(folder: Path) -> None:

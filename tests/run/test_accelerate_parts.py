@@ -351,7 +351,7 @@ def test_folders_of_automatic_names(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint_{number}" / "cluster_1" / "accelerate").mkdir(parents=True)
     (tmp_path / "checkpoint_2" / "cluster_0").mkdir()
     for folder in saves.older(tmp_path / "checkpoint_10", 1, 1):
-        saves.remove(folder / "cluster_1")
+        saves.remove_part(folder / "cluster_1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_2"]
     assert not (tmp_path / "checkpoint_2" / "cluster_1").exists()
     base = tmp_path / "checkpoints"

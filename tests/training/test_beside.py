@@ -17,6 +17,7 @@ from dsx.checkpoint import snapshot as snapshots
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.in_cluster import InCluster
 from dsx.core.transport import PeerLost
+from dsx.run.lightning.own_file import OwnFile
 from dsx.training.beside import Beside
 
 MOST_SECONDS = 0.3
@@ -145,6 +146,15 @@ def test_ranks_that_have_lost_touch_save_at_once_from_then_on(
     with caplog.at_level(logging.WARNING):
         assert not told.save(tmp_path / "4", 4) and not told.save(tmp_path / "5", 5)
     assert len([text for text in caplog.messages if "its saves are written at once" in text]) == 1
+
+
+def test_what_cannot_be_copied_is_told_to_the_other_ranks_as_what_cannot_be_written() -> None:
+    told = Told(True)
+    told.beside.open(may_be_later=True)
+    part = OwnFile({"of a callback": threading.Lock()}, lambda held: None, is_writer=True)
+    with pytest.raises(OSError, match="no copy for a save beside training: TypeError"):
+        told.beside.write(part)
+    assert told.beside._part == []
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -12,25 +13,29 @@ from typing import Any
 import pytest
 import torch
 
+import dsx
 from dsx.checkpoint.checksums import MANIFEST, find_damage
 from dsx.checkpoint.places import by_tag
 from dsx.checkpoint.remote import Remote
 from dsx.checkpoint.tags import complete_tags
 from dsx.run.hugging_face import saves
-from dsx.run.lightning.own_file import OwnFile
+from dsx.run.lightning.own_file import OwnFile, copied
 from dsx.training.whole import Whole, find_inner_damage, unmark
 from tests.checkpoint.test_tags import write
+from tests.distributed import run_distributed
+from tests.telemetry.trace.runs import block
+from tests.tiny import TinyNet, batch
 from tests.training.test_copying import Clusters, allow, guarded
 
 __all__ = ["guarded"]
 
 
 def delete_later(clusters: Clusters, *steps: int) -> None:
-    """Let a library ask, behind its last save, that those of some steps go."""
+    """Let a library ask, behind its last save, that those of some steps go, by relative paths."""
     for m, keeping in enumerate(clusters.all):
         for step in steps:
             tag = clusters.base / f"cluster_{m}" / f"step{step}"
-            keeping.put_off(tag, partial(shutil.rmtree, tag))
+            keeping.put_off(Path(os.path.relpath(tag)), partial(shutil.rmtree, tag))
 
 
 def begin(clusters: Clusters) -> None:
@@ -46,7 +51,10 @@ def held(clusters: Clusters, cluster: int) -> set[str]:
     return {*complete_tags(clusters.base / f"cluster_{cluster}")}
 
 
-def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(tmp_path: Path) -> None:
+def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     clusters = Clusters(tmp_path)
     begin(clusters)
     clusters.save(2)
@@ -72,7 +80,10 @@ def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(tmp_path
     assert clusters.there == [["step6"]] * 2  # as on the disk
 
 
-def test_where_one_cluster_has_not_saved_all_keep_what_they_have(tmp_path: Path) -> None:
+def test_where_one_cluster_has_not_saved_all_keep_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     clusters = Clusters(tmp_path)
     begin(clusters)
     clusters.save(2)
@@ -151,10 +162,34 @@ def test_what_lightning_writes_beside_training_is_of_the_moment_of_the_save() ->
     assert held["weight"].data_ptr() == held["tied"].data_ptr()  # as in the model
     OwnFile(state, seen.append, is_writer=True).write()
     assert seen[1] is state  # at once: nothing is copied
+    module = torch.nn.Linear(2, 2).state_dict()
+    assert copied(module)._metadata == module._metadata == {"": {"version": 1}}  # type: ignore[attr-defined]
     other = OwnFile(state, seen.append, is_writer=False)
     other.detach()
     other.write()
     assert seen[2] == {}
+
+
+def train_where_one_cluster_saves(base: str) -> int:
+    config = block("diloco", dir=f"{base}/run")
+    world = dsx.init_distributed(config)
+    model = TinyNet(world.cluster_id)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = dsx.attach(model, optimizer, config=config)
+    if world.cluster_id == 1:
+        handle.keeping.serve_library()
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(*batch(world.cluster_id, step)).backward()
+        optimizer.step()
+    handle.finish()
+    handle.close()
+    return handle.step
+
+
+@pytest.mark.ci
+def test_a_cluster_that_has_saved_nothing_comes_to_the_end_with_the_others(tmp_path: Path) -> None:
+    assert run_distributed(train_where_one_cluster_saves, 2, str(tmp_path)) == [3, 3]
 
 
 class Kept:

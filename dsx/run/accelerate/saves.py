@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from dsx.config.checkpoints import CheckpointsConfig
 from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
-from dsx.training.whole import Whole, find_inner_damage, unmark
+from dsx.training.keeping import is_deleted
+from dsx.training.whole import Whole, find_inner_damage, remove
 
 _STAGING = ".dsx_fetched"
 logger = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ class Saves:
         if self._is_later:
             for path in older(newest, self._world.cluster_id, limit):
                 own = cluster_directory(path, self._world.cluster_id)
-                self._handle.keeping.put_off(own, partial(remove, own))
+                self._handle.keeping.put_off(own, partial(remove_part, own))
         elif all(self._handle.gather(is_saved)) and self._world.rank == 0:
             for path in older(newest, self._world.cluster_id, limit):
-                remove(cluster_directory(path, self._world.cluster_id))
+                is_deleted(partial(remove_part, cluster_directory(path, self._world.cluster_id)))
 
     def _complete(self, folder: Path, step: int) -> None:
         self._handle.rollback.saved(folder)
@@ -81,11 +82,9 @@ def older(newest: Path, cluster_id: int, limit: int) -> list[Path]:
     return numbered[: max(len(numbered) - limit, 0)]
 
 
-def remove(own: Path) -> None:
+def remove_part(own: Path) -> None:
     """Delete a cluster's part of a folder, and that with the last one's."""
-    with suppress(FileNotFoundError):
-        unmark(own)
-        shutil.rmtree(own)
+    remove(own)
     with suppress(OSError):  # another cluster's is there still
         own.parent.rmdir()
 
@@ -143,24 +142,29 @@ def _fetch(handle: Handle, world: World, base: Path, name: str) -> None:
     staging = base / _STAGING
     held = cluster_directory(base / name, world.cluster_id)
     own = cluster_directory(staging, world.cluster_id)
-    if world.rank == 0:
+
+    def prepare() -> None:
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True)
         if (held / MANIFEST).is_file():
             (own / name).symlink_to(held.absolute(), target_is_directory=True)
-    from_first(None)
 
     def outer_state_of(tag: str) -> str | None:
         return find_inner_damage(own / tag, world.rank, world.world_size)
 
     try:
+        _on_firsts(handle, world, prepare)
         _, found = choose(
             handle.gather, world, staging, name, also=outer_state_of, remote=handle.remote
         )
-        if world.rank == 0 and not (own / found).is_symlink():
-            remove(held)
-            held.parent.mkdir(parents=True, exist_ok=True)
-            (own / found).rename(held)
+
+        def place() -> None:
+            if not (own / found).is_symlink():
+                remove(held)
+                held.parent.mkdir(parents=True, exist_ok=True)
+                (own / found).rename(held)
+
+        _on_firsts(handle, world, place)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     finally:
@@ -168,4 +172,19 @@ def _fetch(handle: Handle, world: World, base: Path, name: str) -> None:
             shutil.rmtree(own, ignore_errors=True)
             with suppress(OSError):
                 staging.rmdir()
-    from_first(None)  # nobody looks before
+
+
+def _on_firsts(handle: Handle, world: World, work: Callable[[], None]) -> None:
+    """Let the first rank of each cluster do it, and nobody go on before. Collective over all.
+
+    ValueError on all ranks of all clusters where one cannot.
+    """
+    trouble = ""
+    if world.rank == 0:
+        try:
+            work()
+        except OSError as error:
+            trouble = f"{error.strerror or error} ({error.filename})"
+    told = handle.gather(trouble)
+    if wrong := [f"cluster {m}: {why}" for m, why in enumerate(told) if why]:
+        raise ValueError("; ".join(wrong))

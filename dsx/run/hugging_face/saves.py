@@ -7,9 +7,8 @@ the whole folder (training/whole.py).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,8 @@ from dsx.engines.resume_point import choose
 from dsx.run.hugging_face.states import show_to_plain
 from dsx.run.replace import original_of
 from dsx.training.handle import Handle
-from dsx.training.whole import Whole, find_inner_damage, unmark
+from dsx.training.keeping import is_deleted
+from dsx.training.whole import Whole, find_inner_damage, remove
 
 
 class Saves:
@@ -68,7 +68,7 @@ class Saves:
             own = cluster_directory(folder, handle.cluster_id)
             if all(handle.gather(bool(complete_tags(own)))):
                 for path in old:
-                    remove(path)
+                    is_deleted(partial(remove, path))
         return result
 
     def _show(self, folder: Path) -> None:
@@ -102,13 +102,6 @@ class Saves:
             yield old
         finally:
             setattr(owner, name, rotate)
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint's folder; killed meanwhile, it leaves nothing that looks complete."""
-    with suppress(FileNotFoundError):
-        unmark(folder)
-        shutil.rmtree(folder)
 
 
 def bring(

@@ -33,6 +33,7 @@ from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
 from dsx.run.lightning.own_file import OwnFile
 from dsx.run.lightning.places import own_place
+from dsx.training.keeping import is_deleted
 from dsx.training.manifest import manifest_of
 
 FILE = "lightning.ckpt"
@@ -52,6 +53,15 @@ def replace_checkpoints(root: str) -> None:
 def writes_folder(strategy: Any) -> bool:
     """Whether a strategy's checkpoint is a folder that all ranks write to."""
     return has_engine(strategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def writes_alone(strategy: Any) -> bool:
+    """Whether the first rank of a cluster writes a strategy's file, and no rank waits for it.
+
+    Others (ModelParallelStrategy) begin with a collective even where they write one file.
+    """
+    names = {cls.__name__ for cls in type(strategy).__mro__}
+    return not writes_folder(strategy) and bool(names & {"DDPStrategy", "SingleDeviceStrategy"})
 
 
 def tag_of(path: Path, strategy: Any) -> str:
@@ -87,6 +97,7 @@ def _save(
     with nullcontext() if handle.preemption.is_saving else handle.averaged():
         if weights_only and not has_engine(trainer.strategy):
             original(str(path), weights_only, storage_options)
+            fit.is_saved = True
         else:
             _Tag(trainer, fit, path, storage_options).write()
 
@@ -132,10 +143,11 @@ class _Tag:
         directory, tag = self._path.parent, tag_of(self._path, strategy)
         saving = AgreedSave(handle, directory, tag, world.rank == 0, may_be_later=True)
         place = str(saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE)
-        if writes_folder(strategy):  # together, by collectives of the training's own
-            saving.do(lambda: strategy.save_checkpoint(checkpoint, place, self._options))
-        else:
-            saving.do(lambda: handle.beside.write(self._own_file(checkpoint, place)))
+        file = self._own_file(checkpoint, place)
+        if writes_alone(strategy):
+            saving.of_script(lambda: handle.beside.write(file))
+        else:  # together, by collectives of the training's own
+            saving.of_script(file.write)
         saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         manifest = manifest_of(handle, world, judged)
@@ -206,17 +218,24 @@ def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath:
     if fit.resume == tag:
         return  # what the run has come from stays, as Lightning has it
     if handle is not None and not handle.preemption.is_saving:
-        if fit.puts_off:
+        is_tag = not callback.save_weights_only or has_engine(trainer.strategy)
+        if fit.puts_off and is_tag:
             handle.keeping.put_off(tag, delete)
             return
         if not all(handle.gather(fit.is_saved)):
             return  # what was not saved has been told
-    delete()
+    is_deleted(delete)
 
 
 def _exists(original: Callable[..., Any], callback: Any, filepath: Any, trainer: Any) -> bool:
-    """Say whether a name is taken: also by what is being written beside training."""
+    """Say whether a name is taken, also by what is being written beside training; in any cluster.
+
+    So all clusters choose one name. Collective over all of them while they train.
+    """
     fit = fit_of(trainer)
-    if fit is not None and fit.is_training:
-        fit.require_handle().beside.settle()
-    return bool(original(filepath, trainer))
+    if fit is None or not fit.is_training:
+        return bool(original(filepath, trainer))
+    handle = fit.require_handle()
+    handle.beside.settle()
+    is_taken = bool(original(filepath, trainer))
+    return is_taken if handle.preemption.is_saving else any(handle.gather(is_taken))

@@ -56,5 +56,8 @@ def _copied(value: Any, known: dict[Any, Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_copied(one, known) for one in value])
     if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
-        return type(value)((key, _copied(one, known)) for key, one in value.items())
+        made = type(value)((key, _copied(one, known)) for key, one in value.items())
+        if more := getattr(value, "__dict__", None):  # `_metadata`: the versions of modules
+            vars(made).update(more)
+        return made
     return copy.deepcopy(value)
