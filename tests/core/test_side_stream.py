@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from dsx.compress.factor_products import SideProducts
 from dsx.core.side_stream import SideStream
 from tests.compress.side_streams import CpuStreams, on_the_side
 
@@ -35,8 +36,10 @@ def test_its_thread_ends_with_it() -> None:
     """Nothing that it has run keeps it alive, nor what that worked on."""
     before = set(threading.enumerate())
     side = on_the_side()
-    assert side.run(lambda: side.device) == torch.device("cpu")
+    products, out = SideProducts(side), torch.empty(4, 8)
+    products.of_rows(torch.ones(4, 8), torch.ones(8, 8), out)
+    assert torch.equal(out, torch.full((4, 8), 8.0))
     (thread,) = set(threading.enumerate()) - before
-    del side
+    del side, products
     thread.join(5.0)
     assert not thread.is_alive()
