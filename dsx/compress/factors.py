@@ -108,12 +108,15 @@ class DownCodec:
         return scales.float()
 
 
-def product(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """Write `p^T q` of integer codes `[r, m]` and `[r, n]` to `out` `[m, n]`, the same anywhere."""
+def product(p: Tensor, q: Tensor, out: Tensor, room: Tensor | None = None) -> None:
+    """Write `p^T q` of integer codes `[r, m]` and `[r, n]` to `out` `[m, n]`, the same anywhere.
+
+    Above EXACT_RANK sums of a block are made in `room` `[m, n]`; None: in memory for the moment.
+    """
     torch.mm(p[:EXACT_RANK].T, q[:EXACT_RANK], out=out)
     for start in range(EXACT_RANK, p.shape[0], EXACT_RANK):
         block = slice(start, start + EXACT_RANK)
-        out.add_(torch.mm(p[block].T, q[block]))
+        out.add_(torch.mm(p[block].T, q[block], out=room))
 
 
 def _rounded_up(x: Tensor) -> Tensor:

@@ -96,4 +96,5 @@ class Fifo:
                 future.set_result(task())
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits, whatever it is
                 future.set_exception(error)
+            del item, future, task  # which would live until the next comes
             self.give_sign()

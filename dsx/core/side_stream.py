@@ -9,6 +9,7 @@ reads is on the host, and has come.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -26,6 +27,10 @@ _T = TypeVar("_T")
 class Streams(Protocol):
     """What makes streams and events: `torch.cuda`."""
 
+    def set_device(self, device: torch.device) -> None:
+        """Let the thread work on `device`; on another its streams would be those of the first."""
+        ...
+
     def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802
         """Return a new stream."""
         ...
@@ -40,7 +45,10 @@ class Streams(Protocol):
 
 
 class SideStream:
-    """One rank's, on `device`; `buffers` are the memory there that its calls work in, in turn."""
+    """One rank's, on `device`; `buffers` are the memory there that its calls work in, in turn.
+
+    Its thread ends with it.
+    """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
@@ -48,20 +56,30 @@ class SideStream:
         self._streams: Streams = streams or torch.cuda  # pyright: ignore[reportAttributeAccessIssue]
         self._stream = self._streams.Stream(device, priority=_LOWEST)
         self._thread = Fifo("dsx-side-stream")
+        # not at exit: who still waits then would wait for ever
+        weakref.finalize(self, self._thread.end_soon).atexit = False
+        # a thread begins on the first device, and leaving a stream of another selects it again,
+        # which makes a context of this process there
+        self._result_of(lambda: self._streams.set_device(self._stream.device))
 
     def run(self, call: Callable[[], _T]) -> _T:
         """Return what `call` does, on the stream, once the device has done what it has started.
 
+        An error is raised then, too: memory of the host that copies read or write is free again.
         For any thread but the training thread, which would wait.
         """
+        return self._result_of(lambda: self._on_stream(call))
+
+    def _result_of(self, task: Callable[[], _T]) -> _T:
         future = Future[_T]()
-        self._thread.submit(future, lambda: self._on_stream(call))
+        self._thread.submit(future, task)
         return future.result()
 
     def _on_stream(self, call: Callable[[], _T]) -> _T:
         with self._streams.stream(self._stream):
-            result = call()
             done = self._streams.Event(blocking=True)
-            done.record(self._stream)
-        done.synchronize()
-        return result
+            try:
+                return call()
+            finally:
+                done.record(self._stream)
+                done.synchronize()

@@ -15,8 +15,9 @@ from dsx.core.side_stream import SideStream
 
 @dataclass
 class Stream:
-    """A stream of which only the priority is known."""
+    """A stream of which only the device and the priority are known."""
 
+    device: torch.device
     priority: int
 
 
@@ -50,9 +51,13 @@ class CpuStreams:
         """Note what is asked for, on this thread."""
         self.notes.append((what, get_ident()))
 
+    def set_device(self, device: torch.device) -> None:
+        """Note which one."""
+        self.note(f"on {device}")
+
     def Stream(self, device: torch.device, priority: int) -> Any:  # noqa: N802
         """Return a stream."""
-        self.made.append(Stream(priority))
+        self.made.append(Stream(device, priority))
         return self.made[-1]
 
     def Event(self, *, blocking: bool) -> Any:  # noqa: N802
@@ -65,8 +70,10 @@ class CpuStreams:
         """Make it the current one."""
         before, self.current = self.current, stream
         self.note("begin")
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def on_the_side() -> SideStream:

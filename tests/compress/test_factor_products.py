@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dsx.compress import factor_products
-from dsx.compress.factor_products import HostProducts, SideProducts, require_exact
+from dsx.compress.factor_products import (
+    HostProducts,
+    SideProducts,
+    products_are_fp32,
+    require_exact,
+)
 from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import NUM_PROBES
 from dsx.compress.pieces import side_work
@@ -51,6 +59,59 @@ def test_what_a_cluster_sends_is_near_the_product(piece_numel: int) -> None:
     assert torch.allclose(
         lost.double(), matrix.double() - left.double().T @ own.double(), atol=1e-5
     )
+
+
+@pytest.fixture
+def setting() -> Generator[None, None, None]:
+    """Put training's setting back."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def is_rounded_once(lost: Tensor, matrix: Tensor, p: Tensor, q: Tensor) -> bool:
+    """Whether it is the fp32 number next to M - P Q^T, to what sums in fp64 leave open."""
+    exact = matrix.double() - p.double().T @ q.double()
+    return bool(((lost - exact).abs() <= 2**-24 * exact.abs() + 1e-12).all())
+
+
+@PIECES
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_residual_is_rounded_once_where_training_lets_products_be_rounded(
+    piece_numel: int, precision: str, setting: None
+) -> None:
+    torch.set_float32_matmul_precision(precision)
+    matrix, p, q = randn(M, N), randn(12, M, seed=2), randn(12, N, seed=3)
+    side, lost = on_the_side(), torch.full((M, N), 9.0)
+    SideProducts(side, piece_numel).lost(matrix, p, q, lost)
+    assert is_rounded_once(lost, matrix, p, q) == (precision != "highest")
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "expected"),
+    [
+        (None, False, True), (None, True, False), ("ieee", None, True), ("none", None, True),
+        ("tf32", None, False), ("bf16", None, False),
+    ],
+)  # fmt: skip
+def test_the_setting_is_asked_as_each_torch_wants_it(
+    newer: str | None, older: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch with the newer one is not asked for the older, which it may refuse to tell."""
+    known = {"fp32_precision": newer, "allow_tf32": older}
+    has = SimpleNamespace(**{name: value for name, value in known.items() if value is not None})
+    monkeypatch.setattr(torch.backends.cuda, "matmul", has)
+    assert products_are_fp32() is expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_setting_is_this_torchs(setting: None) -> None:
+    for precision, is_fp32 in (("high", False), ("highest", True), ("medium", False)):
+        torch.set_float32_matmul_precision(precision)
+        assert products_are_fp32() is is_fp32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert products_are_fp32()
 
 
 @PIECES
@@ -140,26 +201,65 @@ def test_all_runs_on_one_thread_on_a_stream_of_the_lowest_priority_and_is_waited
     for call in calls:
         call()
     assert [stream.priority for stream in streams.made] == [0]
-    assert [what for what, _ in streams.notes] == ["begin", "record", "wait"] * len(calls)
+    expected = ["on cpu", *["begin", "record", "wait"] * len(calls)]
+    assert [what for what, _ in streams.notes] == expected
     (thread,) = {thread for _, thread in streams.notes}
     assert thread != get_ident()
     assert len(streams.events) == len(calls) and all(event.blocking for event in streams.events)
 
 
-def test_an_error_on_the_side_is_raised_where_it_was_asked_for() -> None:
-    side = on_the_side()
-    with pytest.raises(ZeroDivisionError):
-        side.run(lambda: 1 // 0)
-    assert side.run(lambda: 7) == 7
-
-
-def test_it_works_in_what_is_predicted() -> None:
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_it_works_in_what_is_predicted(precision: str, setting: None) -> None:
     """All of it is asked for by one round with feedback, of the largest matrix of a kind."""
+    torch.set_float32_matmul_precision(precision)
     side, method = on_the_side(), plain_low_rank(rank=8, error_feedback="fp32")
     mixed = Mixed(method, 1, [side])
     mixed.average(correlated(mixed.fragment.numel, 1))
     assert side.buffers.num_bytes == sum(method.side_work(mixed.fragment, 0).values())
     assert side_work(8192, 8192, 64)["piece"] == 4 * 2**24  # and no more
+
+
+class Made(TorchDispatchMode):
+    """Notes the elements of what is made, and is no part of what was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and look at what comes."""
+        result = func(*args, **(kwargs or {}))
+        there = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        made = [t for t in tensors_in(result) if t.untyped_storage().data_ptr() not in there]
+        self.numels += [t.numel() for t in made]
+        return result
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_it_works_in_nothing_else(precision: str, setting: None) -> None:
+    """But for a few numbers, once its memory is there; libraries' own is not seen here."""
+    torch.set_float32_matmul_precision(precision)
+    side, made = on_the_side(), Made()
+    products, matrix, out = SideProducts(side, 7 * N), randn(M, N), torch.empty(M, N)
+    p, q, mean = randn(RANK, M), randn(RANK, N), randn(RANK + NUM_PROBES, M)
+    large, scales_p, scales_q = (codes(1030, M, 1), codes(1030, N, 2)), randn(M), randn(N)
+
+    def take() -> None:
+        products.of_rows(q, matrix, torch.empty(RANK, M))
+        products.of_columns(p, matrix, torch.empty(RANK, N))
+        products.orthonormal(mean, torch.empty(RANK, M))
+        products.lost(matrix, p, q, out)
+        products.mean(large[0], scales_p, large[1], scales_q, out)
+
+    take()
+    side.run(made.__enter__)
+    take()
+    side.run(lambda: made.__exit__(None, None, None))
+    assert made.numels and max(made.numels) <= NUM_PROBES * RANK
 
 
 def test_a_device_that_rounds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

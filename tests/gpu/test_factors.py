@@ -10,7 +10,7 @@ from dsx.compress.factor_products import HostProducts, SideProducts, require_exa
 from dsx.core.side_stream import SideStream
 from tests.compress.channels import Clusters, correlated
 from tests.compress.matrices import plain_low_rank
-from tests.compress.test_factor_products import Mixed, codes
+from tests.compress.test_factor_products import Mixed, codes, is_rounded_once, randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +37,24 @@ def test_means_have_the_hosts_bits_whatever_training_asks_of_its_products(precis
             HostProducts().mean(p, scales_p, q, scales_q, here)
             SideProducts(side, 100 * n).mean(p, scales_p, q, scales_q, there)
             assert torch.equal(here, there), (m, n, rank)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_residuals_are_fp32s_whatever_training_asks_of_its_products(precision: str) -> None:
+    """TF32 would leave errors of 1e-2 in sums of 256 products; below fp32 they are made in fp64."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for m, n, rank in ((512, 768, 64), (1000, 300, 256)):
+            matrix, p, q = randn(m, n), randn(rank, m, seed=1), randn(rank, n, seed=2)
+            lost = torch.empty(m, n)
+            SideProducts(on_the_device(), 100 * n).lost(matrix, p, q, lost)
+            exact = matrix.double() - p.double().T @ q.double()
+            assert (lost - exact).abs().max() < 1e-3
+            assert precision == "highest" or is_rounded_once(lost, matrix, p, q)
+        assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
 
