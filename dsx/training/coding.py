@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,14 +27,21 @@ _OF_AN_ACCELERATOR = 2
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def resources_of(config: DsxConfig, adapter: EngineAdapter, num_fragments: int) -> Resources:
-    """Return what this rank may use, of whose fragments it sends so many.
+def resources_of(config: DsxConfig, adapter: EngineAdapter) -> Callable[[int], Resources]:
+    """Return what makes what this rank may use, of the number of fragments that it sends.
 
-    Called by its training thread. ValueError for more cores than this process may run on, and for
-    an accelerator that is not there; RuntimeError for one that does not multiply exactly.
+    Called by its training thread, before it meets any other cluster. ValueError for more cores than
+    this process may run on, and for an accelerator that is not there; RuntimeError for one that
+    does not multiply exactly.
     """
-    cores = _coding_cores(config, num_fragments)
-    return Resources(config.state.folder, cores, side_stream(config, adapter.device))
+    cores, side = _num_cores(config), side_stream(config, adapter.device)
+    takes_turns = config.method.compression.takes_turns
+
+    def of_fragments(num_fragments: int) -> Resources:
+        at_once = 1 if takes_turns else max(1, num_fragments)
+        return Resources(config.state.folder, CodingCores(cores, at_once), side)
+
+    return of_fragments
 
 
 def side_stream(
@@ -60,7 +68,7 @@ def side_stream(
     return side
 
 
-def _coding_cores(config: DsxConfig, num_fragments: int) -> CodingCores:
+def _num_cores(config: DsxConfig) -> int:
     here, ranks = cores_here()
     cores = config.coding.cores
     if cores is None:
@@ -70,8 +78,7 @@ def _coding_cores(config: DsxConfig, num_fragments: int) -> CodingCores:
             f"coding.cores={cores}: this process may run on {here}, by its affinity and its "
             f"container; give 1 to {here}, or leave it out"
         )
-    at_once = 1 if config.method.compression.takes_turns else max(1, num_fragments)
-    return CodingCores(cores, at_once)
+    return cores
 
 
 def cores_here(quota: Path = _QUOTA) -> tuple[int, int]:

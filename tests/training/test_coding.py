@@ -16,11 +16,12 @@ import torch
 
 import dsx
 from dsx.comm.gloo import GlooTransport
+from dsx.comm.rendezvous import Rendezvous
 from dsx.config.schema import DsxConfig, load_config
 from dsx.core.cores import CodingCores
 from dsx.engines.torch import TorchAdapter
 from dsx.training.coding import cores_here, resources_of
-from tests.distributed import free_port
+from tests.distributed import free_port, run_distributed
 from tests.tiny import TinyNet
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def budget_of(config: DsxConfig, num_fragments: int) -> CodingCores:
     model = TinyNet(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     adapter = TorchAdapter(model, optimizer, config.method.fragments)
-    cores = resources_of(config, adapter, num_fragments).cores
+    cores = resources_of(config, adapter)(num_fragments).cores
     assert cores is not None
     return cores
 
@@ -109,6 +110,30 @@ def test_more_cores_than_there_are_is_refused(on_a_large_host: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="coding.cores=13: this process may run on 12.*1 to 12"):
         budget_of(config(cores=13), 3)
     assert budget_of(config(cores=12), 3).cores == 12
+
+
+def refused() -> tuple[str, list[str]]:
+    """What attaching with too many cores says, and what was told to other clusters before."""
+    met: list[str] = []
+
+    def compare(self: Rendezvous, name: str, value: Any) -> list[Any]:
+        met.append(name)
+        return [value]
+
+    Rendezvous.compare = compare
+    block = {"preset": "diloco", "clusters": {"num_clusters": 1}, "coding": {"cores": 4096}}
+    dsx.init_distributed({"dsx": block})
+    before, model = len(met), TinyNet(0)
+    with pytest.raises(ValueError) as error:
+        dsx.attach(model, torch.optim.SGD(model.parameters(), 0.1), config={"dsx": block})
+    return str(error.value), met[before:]
+
+
+def test_a_refused_budget_is_told_before_any_cluster_is_met() -> None:
+    """Else the others have met this one, and only see that it is gone."""
+    ((told, met),) = run_distributed(refused, 1)
+    assert "coding.cores=4096: this process may run on" in told
+    assert met == []
 
 
 def train(folder: Path, preset: str) -> None:
