@@ -12,11 +12,14 @@ from typing import TypeVar
 import pytest
 import torch
 
+from dsx.comm.gloo import GlooTransport
 from dsx.core import cores as cores_module
 from dsx.core import fifo as fifo_module
 from dsx.core.cores import WHAT, CodingCores, seconds_waited, turn_inside
+from dsx.core.exchange import Exchange
 from dsx.core.fifo import Fifo
-from dsx.core.transport import PeerLost
+from dsx.core.membership import Seat
+from dsx.core.transport import PeerLost, Submission
 from dsx.core.waits import waits_under_way
 
 T = TypeVar("T")
@@ -135,6 +138,30 @@ def test_seconds_waited_are_those_of_the_thread_that_waits() -> None:
         assert first.result(SECONDS) == 0.0
         assert 0.1 <= second.result(SECONDS) < SECONDS
     assert seconds_waited() == 0.0
+
+
+def test_a_transfer_tells_its_waits_for_cores_apart_from_its_coding() -> None:
+    budget, may_end = CodingCores(1, 1), Event()
+    transport = GlooTransport([0, 1], lambda what, number: [], Seat.of(0, 1), 30.0)
+
+    def exchange() -> Exchange:
+        with budget.turn():
+            assert may_end.wait(SECONDS)
+        return torch.zeros(1)
+        yield  # no message
+
+    first = transport.submit(Submission(0, 1, 0), exchange())
+    until_waiting(0)
+    second = transport.submit(Submission(1, 1, 0), exchange())
+    until_waiting(1)
+    time.sleep(0.2)
+    may_end.set()
+    both = sorted((first, second), key=lambda pending: (pending.wait(), pending.turn_seconds)[1])
+    assert both[0].turn_seconds == 0.0 and both[0].coding_seconds >= 0.2
+    assert both[1].turn_seconds >= 0.2 > both[1].coding_seconds
+    for one in both:
+        assert one.seconds == pytest.approx(one.coding_seconds + one.turn_seconds)
+    transport.close()
 
 
 def behind(monkeypatch: pytest.MonkeyPatch, count: int, hold: Callable[[], object]) -> str:
