@@ -67,6 +67,7 @@ def read_question(given: Given) -> Read:
         given.max_interval,
         limit,
         _count(given.link, "streams") or 1,
+        given.coding_cores,
     )
     budget = Budget(
         given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds,
