@@ -72,6 +72,39 @@ def test_a_rank_that_is_bound_to_cores_has_those_alone(
     assert cores_here(Path("none")) == (12, 1)
 
 
+@pytest.mark.parametrize(("cores", "ranks"), [(48, 4), (24, 2), (4, 1)])
+def test_ranks_that_are_bound_to_a_numa_node_share_it(
+    on_a_large_host: pytest.MonkeyPatch, cores: int, ranks: int
+) -> None:
+    bind(on_a_large_host, range(cores))
+    assert cores_here(Path("none")) == (cores, ranks)
+
+
+def test_a_launcher_that_is_bound_itself_makes_no_more_ranks_of_its_own(
+    on_a_large_host: pytest.MonkeyPatch,
+) -> None:
+    by_process = {0: {*LAUNCHER}, os.getppid(): {0}}
+    on_a_large_host.setattr(os, "sched_getaffinity", by_process.__getitem__)
+    assert cores_here(Path("none")) == (96, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ranks"),
+    [
+        ("LOCAL_SIZE", "4", 4), ("OMPI_COMM_WORLD_LOCAL_SIZE", "6", 6),
+        ("SLURM_NTASKS_PER_NODE", "8(x2),4", 8), ("SLURM_NTASKS_PER_NODE", "3", 3),
+    ],
+)  # fmt: skip
+def test_the_ranks_of_a_host_are_what_its_launcher_says(
+    on_a_large_host: pytest.MonkeyPatch, name: str, value: str, ranks: int
+) -> None:
+    on_a_large_host.delenv("LOCAL_WORLD_SIZE")
+    for other in ("LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        on_a_large_host.delenv(other, raising=False)
+    on_a_large_host.setenv(name, value)
+    assert cores_here(Path("none")) == (96, ranks)
+
+
 @pytest.mark.parametrize(
     ("written", "cores"),
     [("max 100000", 96), ("1650000 100000", 16), ("50000 100000", 1), ("garbage", 96)],

@@ -97,7 +97,7 @@ def plan_stage(
         in_cluster,
         has_accelerators and place == "masters",
         place == "disk",
-        factors_there(config, has_accelerators),
+        has_accelerators and config.coding.makes_factors_there(place == "masters"),
     )
     launched = launched_together(config, layouts[rank])
     return RankMemory(
@@ -108,13 +108,6 @@ def plan_stage(
         contributions=4 * launched if place == "masters" else 0,
         place=place,
     )
-
-
-def factors_there(config: DsxConfig, has_accelerators: bool) -> bool:
-    """Return whether a run makes factors on an accelerator, as training/coding.py decides."""
-    wanted = config.coding.factors
-    is_there = config.state.device == "masters" if wanted is None else wanted == "accelerator"
-    return has_accelerators and is_there
 
 
 def _gathered(
