@@ -39,6 +39,7 @@ from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.sockets import opened_here
 from dsx.comm.spread import Spread, Way
 from dsx.core.at_exit import close_at_exit, has_closed
+from dsx.core.cores import seconds_waited
 from dsx.core.exchange import COMMIT, HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.fifo import SLACK_SECONDS, Fifo
 from dsx.core.membership import Seat
@@ -281,7 +282,7 @@ def _drive(
     give_sign: Callable[[], None],
 ) -> Tensor:
     """Run one exchange to its end: the launch handshake, then each round that it yields."""
-    started = time.perf_counter()
+    started, waited = time.perf_counter(), seconds_waited()
     round, mean = next_round(exchange)
     give_sign()
     header = round if round is not None and round.what == HEADER else None
@@ -303,5 +304,6 @@ def _drive(
         give_sign()
     assert mean is not None
     pending.seconds = time.perf_counter() - started - meeting_seconds
-    pending.coding_seconds = pending.seconds - message_seconds
+    pending.turn_seconds = seconds_waited() - waited
+    pending.coding_seconds = pending.seconds - message_seconds - pending.turn_seconds
     return mean

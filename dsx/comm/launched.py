@@ -86,7 +86,7 @@ class Launched(Pending):
         assert self.inner is not None
         self.bytes_sent, self.notes = self.inner.bytes_sent, self.inner.notes
         self.seconds, self.coding_seconds = self.inner.seconds, self.inner.coding_seconds
-        self.commit_seconds = self.inner.commit_seconds
+        self.commit_seconds, self.turn_seconds = self.inner.commit_seconds, self.inner.turn_seconds
         self.future.set_result(mean)
 
     def fail(self, error: Exception) -> None:

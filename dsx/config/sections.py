@@ -207,6 +207,13 @@ class CodingConfig(BaseModel):
     on the host's cores; null: on the accelerator that the outer state is on, where it is on one and
     means travel in codes."""
 
+    def makes_factors_there(self, is_state_there: bool) -> bool:
+        """Return whether a codec that makes factors does so on an accelerator, if there is any.
+
+        `is_state_there`: the outer state is on one.
+        """
+        return is_state_there if self.factors is None else self.factors == "accelerator"
+
 
 class Block(BaseModel):
     """The "dsx" block as it is written: axes hold what overrides the preset, and are read later."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dsx.core.transport import PeerLost
-from dsx.core.waits import waiting_for, waits_under_way
+from dsx.core.waits import signs_to, waiting_for, waits_under_way
 
 SLACK_SECONDS = 60.0  # above a deadline: for what is computed between two waits
 _T = TypeVar("_T")
@@ -89,6 +89,7 @@ class Fifo:
         )
 
     def _run(self) -> None:
+        signs_to(self.give_sign)
         while (item := self._queue.get()) is not None:
             future, task = item
             self.give_sign()

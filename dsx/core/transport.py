@@ -98,7 +98,9 @@ class Pending(ABC):
     - `bytes_sent`: the payload this rank has handed to the network for other clusters so far;
     - `seconds`: from the exchange's start to its end without the launch handshake; 0 before. The
       wait until all have come is so left out, and with it the handshake's two latencies;
-    - `coding_seconds`: those of them that were not spent on messages: copies awaited, coding, sums;
+    - `coding_seconds`: those of them that were not spent on messages, nor on waits for cores:
+      copies awaited, coding, sums;
+    - `turn_seconds`: those of them that its thread has waited for a turn to code (cores.py);
     - `commit_seconds`: those of them until all have told what they hold: the last round trip;
     - `notes`: once it has ended, what clusters told beside it, the own one, too: by id.
     """
@@ -106,6 +108,7 @@ class Pending(ABC):
     bytes_sent = 0
     seconds = 0.0
     coding_seconds = 0.0
+    turn_seconds = 0.0
     commit_seconds = 0.0
     notes: Mapping[int, bytes] = MappingProxyType({})
 

@@ -5,7 +5,8 @@
 
 notes it on the way in and forgets it on the way out, which takes a microsecond and no lock. Keeping
 the deadline is up to what waits; telemetry/stalls.py looks here now and then, and reports a wait
-that has lasted half of its deadline.
+that has lasted half of its deadline. Of a wait that goes on by signs of life (fifo.py) whoever
+knows that it does tells so by `give_sign`, on the thread that waits.
 """
 
 from __future__ import annotations
@@ -83,6 +84,21 @@ def waiting_for(what: str | Callable[[], str], deadline_seconds: float | None) -
     not wait itself. `deadline_seconds` is None where whoever waits does not know it.
     """
     return Wait(what, deadline_seconds)
+
+
+_own = threading.local()
+
+
+def signs_to(give: Callable[[], object]) -> None:
+    """Have `give` called for each sign of life of this thread, from now on."""
+    _own.give_sign = give
+
+
+def give_sign() -> None:
+    """Tell that this thread goes on, to whoever keeps its signs, if anybody does."""
+    give: Callable[[], object] | None = getattr(_own, "give_sign", None)
+    if give is not None:
+        give()
 
 
 def waits_under_way() -> list[Wait]:

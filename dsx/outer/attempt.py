@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
+from dsx.core.cores import turn_inside
 from dsx.core.exchange import Exchange
 from dsx.core.recorder import Recorder
 from dsx.core.transport import Pending, Submission, Transport
@@ -160,7 +161,7 @@ class Attempts:
         buffers = attempt.buffers
         assert buffers.kept is not None
         if attempt.is_finite():
-            with self._state.gate:
+            with turn_inside(self._state.gate, self._state.resources.turn):
                 self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
             attempt.square = square_of(buffers.wire)  # there, not where the masters are
         if self._stream is None:

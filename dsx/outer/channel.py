@@ -15,7 +15,7 @@ from torch import Tensor
 from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Channel, CodingError, Compressor, EncodingChannel, Launch
 from dsx.core.buffers import Opening
-from dsx.core.cores import Turn
+from dsx.core.cores import Turn, turn_inside
 from dsx.core.exchange import Exchange, in_turn
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
@@ -152,10 +152,10 @@ class FragmentChannel:
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode a launch before its exchange; `x`, in place, becomes this cluster's share.
 
-        What the wire carries of it: everybody decodes the same of this cluster's codes.
+        What the wire carries of it: everybody decodes the same of this cluster's codes. Who calls
+        it holds a turn.
         """
-        with self._turn():
-            cast(EncodingChannel, self.codec).encode(x, launch)
+        cast(EncodingChannel, self.codec).encode(x, launch)
 
     def take_back(self, share: Tensor) -> None:
         """Keep a share that nobody has applied, `[numel]`, to be sent again, if residuals are kept.
@@ -207,8 +207,9 @@ class FragmentChannel:
 
     def _settle(self, sent: Tensor, launch: Launch) -> None:
         if self.before.settled:
-            with self._turn():
-                self.before.settle(launch.round, lambda: self.codec.settle(sent, launch))
+            with turn_inside(self.before.gate, self._turn):
+                self.codec.settle(sent, launch)
+                self.before.settled_by(launch.round)
 
     def _committed(
         self,

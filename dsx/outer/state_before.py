@@ -15,7 +15,7 @@ but neither these copies nor the state of a channel that has ended its attempt c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import Lock
 from types import MappingProxyType
 
@@ -66,11 +66,11 @@ class StateBefore:
                 copy.copy_(self.slots[name])
             self._coded = round
 
-    def settle(self, round: int, do: Callable[[], object]) -> None:
-        """Let `do` change what is settled, and the contribution: the round has ended."""
-        with self.gate:
-            do()
-            self._settled = round
+    def settled_by(self, round: int) -> None:
+        """Note that what is settled, and the contribution, are those of after a round, which has
+        ended. The gate must be held, since before they were changed.
+        """
+        self._settled = round
 
     def is_settled(self, round: int) -> bool:
         """Whether the contribution of a round has taken in what was lost before it."""

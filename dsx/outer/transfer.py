@@ -124,6 +124,7 @@ def sync_event(
         "wait_seconds": wait_seconds,
         "transfer_seconds": transfer.pending.seconds,
         "coding_seconds": transfer.pending.coding_seconds,
+        "turn_seconds": transfer.pending.turn_seconds,
         "commit_seconds": transfer.pending.commit_seconds,
         "pseudo_gradient_norm": transfer.contribution_norm,
         **report,

@@ -59,7 +59,8 @@ class Question:
     """What is planned for: the model, its step, the link, and what is asked of the method.
 
     `memory_limit` is in bytes of one accelerator, beside what the inner engine takes where that is
-    known; `target` a share of the time; `streams` the connections with which the link was measured.
+    known; `target` a share of the time; `streams` the connections with which the link was measured;
+    `coding_cores` the number that a run is to be told, None for its own.
     """
 
     model: PlannedModel
@@ -71,6 +72,7 @@ class Question:
     max_interval: int = 1000
     memory_limit: int | None = None
     streams: int = 1
+    coding_cores: int | None = None
 
     def __post_init__(self) -> None:
         require_number("step_seconds", self.step_seconds, 1e-6, 1e9)

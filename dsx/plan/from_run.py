@@ -3,10 +3,12 @@
 - A step: the median of `seconds` less `blocked_seconds`, of steps in which nothing was sent or
   applied, so that launches, waits and outer steps are not in it; the first two are left out.
 - The line: payload of all fragments launched at one boundary over the longest of their
-  `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that codes
-  slowly is waited for in those seconds, so it is at least this: the line may be faster.
-- Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it.
-  It is of the run's own codec, whose speed a plan takes from it (coding.py).
+  `transfer_seconds` less `coding_seconds` and `turn_seconds`; of all boundaries the largest. A
+  cluster that codes slowly is waited for in those seconds, so it is at least this: the line may be
+  faster.
+- Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it,
+  waits for cores are not: the timeline queues transfers for them itself. It is of the run's own
+  codec, whose speed a plan takes from it (coding.py).
 - The training thread's own work at launch and apply: what `blocked_seconds` holds beyond the waits.
 
 Latency is not in the records: it is part of a transfer's seconds, and of no other number.
@@ -116,10 +118,15 @@ def _rates(syncs: Iterable[Record]) -> list[float]:
     rates: list[float] = []
     for step in sorted(by_launch)[1:]:
         own = by_launch[step]
-        seconds = max(s["transfer_seconds"] - s.get("coding_seconds", 0.0) for s in own)
+        seconds = max(_of_messages(sync) for sync in own)
         if seconds > 0:
             rates.append(8 * sum(s["bytes_sent"] for s in own) / seconds)
     return rates
+
+
+def _of_messages(sync: Record) -> float:
+    held = sync.get("coding_seconds", 0.0) + sync.get("turn_seconds", 0.0)
+    return sync["transfer_seconds"] - held
 
 
 def _compression(block: Mapping[str, Any]) -> Compressor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsx.config.files import ConfigError, read_json, read_text
@@ -45,6 +45,7 @@ class Cluster:
     accumulated: int = 0  # bytes of an element in which DeepSpeed sums bf16 gradients beside them
     slices: Slices | None = None  # what AutoTP cuts over `tensor` ranks
     has_data_before_experts: bool = False  # DeepSpeed's ranks of the same experts are neighbours
+    untold: str | None = None  # what is taken for the ranks of experts, where no file says it
 
     @property
     def engine(self) -> str:
@@ -115,6 +116,7 @@ class Cluster:
         if self.expert > 1:
             of_experts = f"expert {self.expert}, expert tensor {self.slices_of_experts}, "
             parts.append(f"{of_experts}expert data {self.shards_of_experts}")
+        parts += [] if self.untold is None else [self.untold]
         return ", ".join(parts)
 
 
@@ -167,6 +169,8 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
         whole = accumulated * micro_batch * cluster.data
     batch = Batch(known.seq_length, micro_batch, whole)
     model = model_of(known)
+    if model.experts is not None and not read_integer(document.get("moe") or {}, "ep_size", 0):
+        cluster = replace(cluster, untold=f"expert 1 (no moe.ep_size in {source.name})")
     require_cut(model, cluster)
     if "moe" not in document and known.num_experts and known.expert_model_parallel_size > 1:
         size = known.expert_model_parallel_size

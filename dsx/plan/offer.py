@@ -45,8 +45,8 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
         block.setdefault("control", {})["min_interval"] = least
     if question.streams > 1:
         block["link"] = {"streams": question.streams}
-    if question.costs.cores is not None:
-        block["coding"] = {"cores": question.costs.cores}
+    if question.coding_cores is not None:
+        block["coding"] = {"cores": question.coding_cores}
     if candidate.is_state_on_host:
         block["state"] = {"device": "host"}
     return block

@@ -67,6 +67,7 @@ def read_question(given: Given) -> Read:
         given.max_interval,
         limit,
         _count(given.link, "streams") or 1,
+        given.coding_cores,
     )
     budget = Budget(
         given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds,
@@ -135,7 +136,10 @@ def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedMod
         return from_sizes(given.params, given.layers, given.hidden, ranks)
     source = given.megatron or given.deepspeed
     assert source is not None
-    return from_files(read_model(source, given.model, given.gpus_per_cluster))
+    files = read_model(source, given.model, given.gpus_per_cluster)
+    if files.cluster.untold is not None:
+        facts.append(f"model: {files.cluster.untold}")
+    return from_files(files)
 
 
 def _step_seconds(

@@ -103,8 +103,8 @@ _FIELDS: dict[str, dict[str, _Check]] = {  # left out of a record where they are
     },
     "sync": {
         **dict.fromkeys(
-            ("wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds", "bytes_sent",
-             "round", "interval"), _is_finite,
+            ("wait_seconds", "transfer_seconds", "coding_seconds", "turn_seconds", "commit_seconds",
+             "bytes_sent", "round", "interval"), _is_finite,
         ),
         **dict.fromkeys(
             ("autocorrelation", "cluster_cosine", "norm_ratio", "effective_gain"), is_number

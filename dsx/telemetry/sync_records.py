@@ -36,7 +36,9 @@ from dsx.core.waits import waiting_for
 logger = logging.getLogger(__name__)
 _SUMMED = ("bytes_sent",)
 _MOST_SECONDS = 60.0  # that training waits for a record
-_LONGEST = ("wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds")
+_LONGEST = (
+    "wait_seconds", "transfer_seconds", "coding_seconds", "turn_seconds", "commit_seconds",
+)  # fmt: skip
 
 
 class KeyValueStore(Protocol):

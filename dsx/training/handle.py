@@ -63,6 +63,7 @@ class Handle:
         `clusters.may_differ` names. With `waits` weights that differ stay so until `settle`.
         """
         require_number_of_clusters(config.clusters.num_clusters, world.num_clusters)
+        usable = resources_of(config, adapter)  # refuses while nobody waits for this cluster
         self._world, self._config = world, config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
         self.is_finished = False  # whether `finish()` has been called since the last step
@@ -80,11 +81,10 @@ class Handle:
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         used = fragments_sent(adapter.fragments, matrix_gathers)
         transport = world.connect(used, adapter.stage, config.link.streams)
-        given = matrix_gathers, self._records.trace, resources_of(config, adapter, len(used))
+        given = matrix_gathers, self._records.trace, usable(len(used))
         self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)
         self._gathering = Gathering(transport, world.in_cluster())
-        self._same_batches = SameBatches(self.loop)
-        self.notices = Notices.of(world, self.loop)
+        self.notices, self._same_batches = Notices.of(world, self.loop), SameBatches(self.loop)
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)

@@ -7,18 +7,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import dsx
+from dsx.bench.dry_run.dry_run import Asked, DryRun
 from dsx.bench.dry_run.figures import StageFigures
 from dsx.cli import app
 from dsx.comm.world import current_world
 from dsx.config.schema import load_config
-from dsx.core.types import Stage
+from dsx.core.types import Fragment, Slot, Stage
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model_files import Batch, Cluster
 from dsx.plan.start_time import start_model
@@ -307,3 +309,17 @@ def test_an_engine_that_is_not_there_is_named(
     source.write_text(json.dumps({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}}))
     result = CliRunner().invoke(app, ["dry-run", str(source)])
     assert "pip install 'dsx-train[deepspeed]'" in result.stderr
+
+
+def test_the_cores_of_a_block_are_in_its_utilization() -> None:
+    """Eight fragments of 0.4 GB under way at once; the line takes next to nothing."""
+    fragments = [Fragment(0, f, (Slot(f"w{f}", (10**8,), 0),)) for f in range(8)]
+    stages: Any = [SimpleNamespace(ranks=[SimpleNamespace(wire=fragments)])]
+    asked, files = Asked(Path("run.json"), step_seconds=0.01, gbps=1e5), cast(Any, None)
+    found: list[float] = []
+    for coding in ({"cores": 1}, {"cores": 8}, {}):
+        block = {"preset": "diloco", "clusters": {"num_clusters": 2}, "coding": coding}
+        told = DryRun(asked, files, load_config({"dsx": block}), stages, [0]).utilization
+        assert told is not None
+        found.append(told)
+    assert found[0] < found[1] == found[2]

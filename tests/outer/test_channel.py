@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from threading import Event, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +20,11 @@ from dsx.comm.in_process import InProcessHub
 from dsx.compress.base import Compressor, Dense, Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
+from dsx.core.buffers import Opening
 from dsx.core.exchange import next_round
 from dsx.core.membership import Member, Membership, Seat
 from dsx.core.transport import Submission
+from dsx.outer.attempt import Attempt, Attempts
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.sideband import Sideband, SidebandShape
@@ -269,6 +275,66 @@ def test_a_sideband_of_another_membership_is_refused() -> None:
             torch.zeros(NUMEL), lambda: True, Launch(1), ParityResult(),
             Sideband(shape, torch.zeros(shape.numel)), None, once(torch.zeros(NUMEL)),
         )  # fmt: skip
+
+
+def test_residuals_are_settled_with_a_turn_that_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save holds the gate for longer than any coding takes."""
+    has_turn = Event()
+
+    @contextmanager
+    def turn() -> Generator[None, None, None]:
+        has_turn.set()
+        yield
+
+    codec = LowRank(rank=RANK, error_feedback="fp32")
+    channel = FragmentChannel(codec, FRAGMENT, RANK, Seat.of(0, 2), turn=turn)
+    assert channel.before.settled
+    gate, found = channel.before.gate, list[bool]()
+
+    def settle(sent: Tensor, launch: Launch) -> None:
+        found.append(gate.locked() and has_turn.is_set())
+
+    monkeypatch.setattr(channel.codec, "settle", settle)
+    with ThreadPoolExecutor(1) as thread:
+        with gate:
+            settled = thread.submit(channel._settle, torch.zeros(NUMEL), Launch(1))
+            assert not has_turn.wait(0.2)
+        settled.result(30.0)
+    assert found == [True] and channel.before.is_settled(1)
+
+
+def test_a_launch_that_waits_for_a_turn_holds_up_no_save() -> None:
+    asked, may_code, gate = Event(), Event(), Lock()
+
+    @contextmanager
+    def turn() -> Generator[None, None, None]:
+        asked.set()
+        assert may_code.wait(30.0)
+        yield
+
+    codec = Quantized(wire="int8", error_feedback="fp32")
+    opening = partial(Opening, at_launch=1)
+    channel = FragmentChannel(codec, FRAGMENT, RANK, Seat.of(0, 2), opening, turn=turn)
+    state: Any = SimpleNamespace(
+        gate=gate, resources=SimpleNamespace(turn=turn), channels=[channel], reopen=None,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    around: Any = SimpleNamespace(follow_views=lambda reopen: None, places=None)
+    attempts = Attempts(around, state, around, around, around, around)
+    x = correlated(NUMEL, 2)[0].clone()
+    buffers: Any = SimpleNamespace(wire=x, kept=torch.zeros(NUMEL))
+    what: Any = SimpleNamespace(fragment=0)
+    attempt = Attempt(what, Launch(1), buffers, lambda: True, is_coded=False)
+    with ThreadPoolExecutor(1) as thread:
+        coded = thread.submit(attempts.require_coded, attempt)
+        assert asked.wait(30.0)
+        assert gate.acquire(timeout=5.0), "held by one that waits for cores"
+        gate.release()
+        may_code.set()
+        coded.result(30.0)
+    assert attempt.is_coded and torch.equal(buffers.kept, x) and x.any()
 
 
 @pytest.mark.parametrize("codec", [LowRank(rank=RANK), Quantized(error_feedback="fp32")])

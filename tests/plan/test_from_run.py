@@ -83,6 +83,22 @@ def test_what_the_records_tell(tmp_path: Path) -> None:
     assert (figures.num_steps, figures.num_syncs) == (2 * 34, 8)
 
 
+def test_waits_for_cores_are_neither_the_line_s_nor_the_codec_s(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, coding_cores=1)
+    alone = read_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()[:-1]
+    for at, line in enumerate(lines):
+        record = json.loads(line)
+        if record["kind"] == "sync":
+            waited = {"transfer_seconds": record["transfer_seconds"] + 3.0, "turn_seconds": 3.0}
+            lines[at] = json.dumps(record | waited)
+    path.write_text("\n".join(lines))
+    queued = read_run(tmp_path)
+    assert queued.coding_seconds_per_element == alone.coding_seconds_per_element
+    assert queued.payload_bits_per_second == pytest.approx(alone.payload_bits_per_second)
+
+
 def test_a_plan_from_it_says_what_it_took_and_what_is_not_known(tmp_path: Path) -> None:
     write_run(tmp_path, 0)
     result = plan("--from-run", str(tmp_path), "--target", "80", "--top", "3")
@@ -169,4 +185,18 @@ def test_the_cores_that_a_run_codes_on_are_its_plans(tmp_path: Path) -> None:
     read = read_question(Given(**asked))
     assert read.question.costs.cores == 3
     assert any("at most 3 of a rank's cores at a time, as the run's" in f for f in read.facts)
-    assert read_question(Given(**asked, coding_cores=2)).question.costs.cores == 2
+    given = read_question(Given(**asked, coding_cores=2)).question
+    assert given.costs.cores == 2
+    # what the run had by default is not told to the next one, which may be of another machine
+    assert (read.question.coding_cores, given.coding_cores) == (None, 2)
+
+
+def test_the_cores_of_a_run_are_in_no_block_that_is_offered(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, coding_cores=3)
+    asked = ["--from-run", str(tmp_path), "--gbps", "1", "--target", "50", "--json"]
+    blocks = [c["dsx"] for c in json.loads(plan(*asked).stdout)["candidates"]]
+    assert blocks and not any("coding" in block for block in blocks)
+    blocks = [
+        c["dsx"] for c in json.loads(plan(*asked, "--coding-cores", "2").stdout)["candidates"]
+    ]
+    assert blocks and all(block["coding"] == {"cores": 2} for block in blocks)

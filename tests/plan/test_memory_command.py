@@ -18,6 +18,7 @@ from dsx.plan.gpt_shapes import GPT, Experts
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.memory.show import read_plan, show_memory
 from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.question import Given, read_question
 from dsx.plan.stage_weights import held_on_rank, stage_shapes
 
 FLAGS = (
@@ -145,6 +146,21 @@ def test_experts_that_a_run_refuses_are_refused(
     flags = f"{FLAGS} --num-experts {experts} --moe-layer-freq [1]*3+[0]"
     with pytest.raises(ValueError, match=named):
         plan_files(tmp_path, flags, document(**changes))
+
+
+def test_experts_whose_ranks_are_not_told_are_said_to_be_on_every_rank(tmp_path: Path) -> None:
+    flags = f"{FLAGS} --num-experts 4 --moe-layer-freq [1]*3+[0]"
+    untold = plan_files(tmp_path, flags, document())
+    assert str(untold).endswith("expert 1 (no moe.ep_size in deepspeed.json)"), str(untold)
+    asked = Given(
+        deepspeed=tmp_path / "deepspeed.json", model=tmp_path / "model.flags", gpus_per_cluster=4,
+        gbps=1.0, step_seconds=1.0, clusters=2,
+    )  # fmt: skip
+    assert "model: expert 1 (no moe.ep_size in deepspeed.json)" in read_question(asked).facts
+    told = plan_files(tmp_path, flags, document(moe={"ep_size": 1}))
+    assert "expert" not in str(told)
+    assert not any("ep_size" in fact for fact in read_question(asked).facts)
+    assert plan_files(tmp_path, FLAGS, document()).untold is None
 
 
 def test_slices_and_experts_are_the_model_once(tmp_path: Path) -> None:

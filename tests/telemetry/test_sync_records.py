@@ -24,6 +24,7 @@ def event(numel: int, norm: float, sent: int, seconds: float, round: int = 1) ->
         "wait_seconds": seconds,
         "transfer_seconds": 2 * seconds,
         "coding_seconds": seconds / 2,
+        "turn_seconds": seconds / 8,
         "commit_seconds": seconds / 4,
         "pseudo_gradient_norm": torch.tensor(norm),
         "mean_norm": torch.tensor(norm / 2),
@@ -55,6 +56,7 @@ def test_ranks_are_put_together(shards: list[tuple[int, float]], norm: float) ->
         assert record["wait_seconds"] == pytest.approx(0.2)
         assert record["transfer_seconds"] == pytest.approx(0.4)
         assert record["coding_seconds"] == pytest.approx(0.1)
+        assert record["turn_seconds"] == pytest.approx(0.025)
         assert record["pseudo_gradient_norm"] == pytest.approx(norm)
         assert record["mean_norm"] == pytest.approx(norm / 2)
     assert ranks[0].bytes_sent == 2 * written[0]["bytes_sent"]

@@ -16,11 +16,12 @@ import torch
 
 import dsx
 from dsx.comm.gloo import GlooTransport
+from dsx.comm.rendezvous import Rendezvous
 from dsx.config.schema import DsxConfig, load_config
 from dsx.core.cores import CodingCores
 from dsx.engines.torch import TorchAdapter
 from dsx.training.coding import cores_here, resources_of
-from tests.distributed import free_port
+from tests.distributed import free_port, run_distributed
 from tests.tiny import TinyNet
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def budget_of(config: DsxConfig, num_fragments: int) -> CodingCores:
     model = TinyNet(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     adapter = TorchAdapter(model, optimizer, config.method.fragments)
-    cores = resources_of(config, adapter, num_fragments).cores
+    cores = resources_of(config, adapter)(num_fragments).cores
     assert cores is not None
     return cores
 
@@ -69,6 +70,39 @@ def test_a_rank_that_is_bound_to_cores_has_those_alone(
 ) -> None:
     bind(on_a_large_host, OWN)
     assert cores_here(Path("none")) == (12, 1)
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(48, 4), (24, 2), (4, 1)])
+def test_ranks_that_are_bound_to_a_numa_node_share_it(
+    on_a_large_host: pytest.MonkeyPatch, cores: int, ranks: int
+) -> None:
+    bind(on_a_large_host, range(cores))
+    assert cores_here(Path("none")) == (cores, ranks)
+
+
+def test_a_launcher_that_is_bound_itself_makes_no_more_ranks_of_its_own(
+    on_a_large_host: pytest.MonkeyPatch,
+) -> None:
+    by_process = {0: {*LAUNCHER}, os.getppid(): {0}}
+    on_a_large_host.setattr(os, "sched_getaffinity", by_process.__getitem__)
+    assert cores_here(Path("none")) == (96, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ranks"),
+    [
+        ("LOCAL_SIZE", "4", 4), ("OMPI_COMM_WORLD_LOCAL_SIZE", "6", 6),
+        ("SLURM_NTASKS_PER_NODE", "8(x2),4", 8), ("SLURM_NTASKS_PER_NODE", "3", 3),
+    ],
+)  # fmt: skip
+def test_the_ranks_of_a_host_are_what_its_launcher_says(
+    on_a_large_host: pytest.MonkeyPatch, name: str, value: str, ranks: int
+) -> None:
+    on_a_large_host.delenv("LOCAL_WORLD_SIZE")
+    for other in ("LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        on_a_large_host.delenv(other, raising=False)
+    on_a_large_host.setenv(name, value)
+    assert cores_here(Path("none")) == (96, ranks)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +143,30 @@ def test_more_cores_than_there_are_is_refused(on_a_large_host: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="coding.cores=13: this process may run on 12.*1 to 12"):
         budget_of(config(cores=13), 3)
     assert budget_of(config(cores=12), 3).cores == 12
+
+
+def refused() -> tuple[str, list[str]]:
+    """What attaching with too many cores says, and what was told to other clusters before."""
+    met: list[str] = []
+
+    def compare(self: Rendezvous, name: str, value: Any) -> list[Any]:
+        met.append(name)
+        return [value]
+
+    Rendezvous.compare = compare
+    block = {"preset": "diloco", "clusters": {"num_clusters": 1}, "coding": {"cores": 4096}}
+    dsx.init_distributed({"dsx": block})
+    before, model = len(met), TinyNet(0)
+    with pytest.raises(ValueError) as error:
+        dsx.attach(model, torch.optim.SGD(model.parameters(), 0.1), config={"dsx": block})
+    return str(error.value), met[before:]
+
+
+def test_a_refused_budget_is_told_before_any_cluster_is_met() -> None:
+    """Else the others have met this one, and only see that it is gone."""
+    ((told, met),) = run_distributed(refused, 1)
+    assert "coding.cores=4096: this process may run on" in told
+    assert met == []
 
 
 def train(folder: Path, preset: str) -> None:

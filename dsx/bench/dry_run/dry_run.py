@@ -92,7 +92,8 @@ class DryRun:
         link = Link(asked.gbps * 1e9, asked.latency_ms / 1e3)
         ranks = [rank.wire for stage in self.stages for rank in stage.ranks]
         method = self.config.method
-        costs = Costs(blocking_seconds_per_element=launch_cost().seconds_per_element)
+        blocking, cores = launch_cost().seconds_per_element, self.config.coding.cores
+        costs = Costs(blocking_seconds_per_element=blocking, cores=cores)
         clusters = self.num_clusters
         return predict(method, ranks, asked.step_seconds, link, clusters, costs).utilization
 

@@ -25,7 +25,7 @@ from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.state import StateStore
 from dsx.outer.whole_matrices import plan_gathers, wires_of
-from dsx.plan.memory.plan import factors_there, launched_together
+from dsx.plan.memory.plan import launched_together
 from dsx.plan.traffic import Load, Share, Traffic
 
 _AT_THE_START = ("anchor", "outer_optimizer", "delay", "staleness", "transfers")  # allocated then
@@ -117,7 +117,7 @@ def figures_of(
     largest = max(range(len(built)), key=outer_state)
     place = config.state.device
     is_there = has_accelerators and place == "masters"
-    where = is_there, factors_there(config, has_accelerators)
+    where = is_there, has_accelerators and config.coding.makes_factors_there(is_there)
     memory, saved = _held(config, layouts, ranks[largest], largest, where)
     launched = 4 * launched_together(config, built[largest].fragments)
     on_device = memory.on_device(place) + (launched if place == "masters" else 0)

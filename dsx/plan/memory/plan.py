@@ -98,7 +98,7 @@ def plan_stage(
     places = has_accelerators and place == "masters", place == "disk"
     outer = predict(
         method, layouts[rank], num_tensors, wire, config.clusters.num_clusters, in_cluster,
-        *places, factors_there(config, has_accelerators),
+        *places, has_accelerators and config.coding.makes_factors_there(place == "masters"),
     )  # fmt: skip
     launched = launched_together(config, layouts[rank])
     return RankMemory(
@@ -110,13 +110,6 @@ def plan_stage(
         place=place,
         lent=4 * sum(f.numel for f in wire) if passes_on(method, *places) else 0,
     )
-
-
-def factors_there(config: DsxConfig, has_accelerators: bool) -> bool:
-    """Return whether a run makes factors on an accelerator, as training/coding.py decides."""
-    wanted = config.coding.factors
-    is_there = config.state.device == "masters" if wanted is None else wanted == "accelerator"
-    return has_accelerators and is_there
 
 
 def _gathered(

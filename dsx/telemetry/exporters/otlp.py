@@ -104,7 +104,7 @@ class Spans:
             whole = self._start("dsx.round", began, facts)
             below = self._trace.set_span_in_context(whole)
             taken = int((record.get("transfer_seconds") or 0.0) * _NANO)
-            parts = ("coding_seconds", "commit_seconds")
+            parts = ("coding_seconds", "turn_seconds", "commit_seconds")
             seconds = {key: record[key] for key in parts if record.get(key) is not None}
             self._between("dsx.transfer", began, began + taken, {**facts, **seconds}, below)
             waited = int((record.get("wait_seconds") or 0.0) * _NANO)
