@@ -60,7 +60,7 @@ def coding_seconds(
 
 def coded_at_once(compression: Compressor, costs: Costs) -> int | None:
     """Return how many transfers of a rank may code at a time; None: all that are under way."""
-    return 1 if compression.takes_turns else costs.cores
+    return 1 if compression.takes_turns and costs.cores else costs.cores
 
 
 def _picked_seconds(
