@@ -280,7 +280,29 @@ def test_what_megatron_was_killed_in_does_not_count_once_the_tracker_is_above_it
     assert [part.is_complete(name) for name in names] == [True, True, False, True]
     half.write_text("a whole")
     assert part.is_complete("iter_0000030")
-    (tmp_path / "iter_0000050").mkdir()
+    (tmp_path / TRACKER).write_text("20\n")  # by hand, and so below what is whole
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("40\n")
+    assert part.is_complete("iter_0000040")
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("50\n")
+    assert part.is_complete("iter_0000040")
+    (tmp_path / "iter_0000060").mkdir()
     (tmp_path / f"{own_part.NOT_ENDED}.tmp").mkdir()  # in the way
     own_part.note_not_ended(tmp_path)  # ends no run
-    assert not part.is_complete("iter_0000050")
+    assert not part.is_complete("iter_0000060")
+
+
+@pytest.mark.parametrize("tracker", [None, "release"])
+def test_a_tracker_that_names_no_iteration_says_nothing_of_those_there(
+    tmp_path: Path, tracker: str | None
+) -> None:
+    for iteration in (10, 20):
+        saved(tmp_path, iteration, 100)
+    (tmp_path / TRACKER).unlink()
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("30\n")
+    part = MegatronPart(tmp_path)
+    assert part.is_complete("iter_0000010") and part.is_complete("iter_0000020")
