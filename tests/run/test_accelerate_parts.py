@@ -364,3 +364,27 @@ def test_folders_of_automatic_names(tmp_path: Path) -> None:
     assert [sorted(states._checkpoints(accelerator, world, n)) for n in (0, 1)] == [[2, 3], [2]]
     assert states._of_run(tmp_path / "step_3" / "cluster_1", world) == tmp_path / "step_3"
     assert states._of_run(tmp_path / "step_3", world) == tmp_path / "step_3"
+
+
+@pytest.mark.parametrize("steps", [(4, 4), (4, 6)])
+def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
+    steps: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    from dsx.run.accelerate import saves
+
+    def differs(*given: Any) -> None:
+        raise ValueError("no complete checkpoint 'last' that all clusters hold")
+
+    def gather(own: list[Any]) -> list[Any]:
+        return [own, [[], {"last": [steps[1], "a"]}, ""]]  # whose disk is lost
+
+    monkeypatch.setattr(saves, "from_first", lambda value: value)
+    monkeypatch.setattr(saves, "_fetch", differs)
+    tags = {"last": {"step": steps[0], "session": "a"}}
+    remote = SimpleNamespace(url="file:///far", tags=lambda cluster: tags)
+    handle: Any = SimpleNamespace(remote=remote, gather=gather)
+    world: Any = SimpleNamespace(rank=0, cluster_id=0)
+    saves.bring(handle, world, tmp_path, ["last"], "last")
+    assert "last is not taken: no complete checkpoint 'last'" in caplog.text
+    said = f"all clusters have it as of step 4: to load that, move {tmp_path / 'last'} away"
+    assert (said in caplog.text) == (steps == (4, 4))
