@@ -366,6 +366,38 @@ def test_folders_of_automatic_names(tmp_path: Path) -> None:
     assert states._of_run(tmp_path / "step_3", world) == tmp_path / "step_3"
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_was_killed_between_two_parts_leaves_the_state_that_they_were_to_replace(
+    tmp_path: Path, num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dsx.run.accelerate import parts
+
+    engines = ["pytorch_model", "pytorch_model_1"][:num_engines]
+    told: list[Any] = []
+    for cluster, ended in enumerate((1, 0)):  # how many engines have got as far
+        held = {"accelerate": 8, "accelerate.replaced": 4}
+        for i, name in enumerate(engines):
+            held |= {name: 8, f"{name}.replaced": 4} if i < ended else {name: 4}
+        for tag, step in held.items():
+            folder = tmp_path / f"cluster_{cluster}" / tag
+            folder.mkdir(parents=True)
+            (folder / "dsx.json").write_text(json.dumps({"step": step, "session": "a"}))
+        world: Any = SimpleNamespace(cluster_id=cluster, rank=0)
+        told.append(parts.whole_states(parts.complete_in(tmp_path, world), num_engines))
+    handle: Any = SimpleNamespace(gather=lambda own: told)
+    first: Any = SimpleNamespace(cluster_id=0, rank=0)
+    wanted = {"accelerate": "accelerate.replaced", "pytorch_model": "pytorch_model.replaced"}
+    found = parts.parts_to_load(handle, first, tmp_path, num_engines)
+    assert found == wanted | ({"pytorch_model_1": "pytorch_model_1"} if num_engines == 2 else {})
+    assert "that of step 4, which it was to replace, is loaded" in caplog.text
+    assert [step for step, *_ in told[1]] == [4]
+    told[1] = []
+    assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None
+    (tmp_path / "cluster_0" / "accelerate" / "dsx.json").write_text("{")
+    handle.gather = lambda own: told.append(own) or [own, own]
+    assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None and told[-1] == []
+
+
 @pytest.mark.parametrize("steps", [(4, 4), (4, 6)])
 def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
     steps: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
