@@ -67,12 +67,16 @@ def _note_above(directory: Path, latest: int) -> None:
     try:
         write_durably(directory / NOT_ENDED, json.dumps({**kept, **above}))
     except OSError as error:
-        what = (
-            f"delete {', '.join(sorted(above))} by hand, which Megatron has not ended"
-            if above
-            else f"delete it by hand, as Megatron names {tag_of(latest)}, which is noted there"
-        )
-        logger.warning("%s cannot be written (%s): %s", directory / NOT_ENDED, error, what)
+        if above:
+            logger.warning(
+                "%s cannot be written (%s): delete %s by hand, which Megatron has not ended",
+                directory / NOT_ENDED, error, ", ".join(sorted(above)),
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "%s cannot be written (%s): delete that file by hand, as it notes %s, which "
+                "Megatron has ended", directory / NOT_ENDED, error, tag_of(latest),
+            )  # fmt: skip
 
 
 def _not_ended(directory: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ def bring(
             )
 
 
-def _advice(there: Sequence[Sequence[Any] | None], folder: Path) -> str:
+def _advice(there: list[list[Any] | None], folder: Path) -> str:
     """Say what to do where a folder on a disk hides one that the remote places have of all."""
     first = there[0]
     if first is None or any(one != first for one in there):
