@@ -2,11 +2,11 @@
 
 Wraps `save_checkpoint` where the training loop finds it. The outer state is written first, whole or
 not at all, so that it is complete whenever `latest_checkpointed_iteration.txt` names the iteration,
-with `--async-save`, too; with `checkpoints.beside_training` both are written while training goes
-on, and a start takes an iteration that has both (resume.py); not with `--save-retain-interval`, by
-which Megatron deletes the iteration before as soon as its own part is whole. After `finish()`
-Megatron saves the averaged model. The outer state lies in `<save>/dsx`; what Megatron has deleted
-there is deleted here.
+with `--async-save`, too; the other clusters hear of it once Megatron's own save has returned. With
+`checkpoints.beside_training` both are written while training goes on, and a start takes an
+iteration that has both (resume.py); not with `--save-retain-interval`, by which Megatron deletes
+the iteration before as soon as its own part is whole. After `finish()` Megatron saves the averaged
+model. The outer state lies in `<save>/dsx`; what Megatron has deleted there is deleted here.
 Loading is in model_and_optimizer.py: a missing or foreign state is an error.
 """
 
@@ -47,7 +47,8 @@ def patch(run: Run) -> None:
                 f"iteration {iteration} is not saved: {why}; training goes on",
             )
             return None
-        with run.handle.saving(), run.division.place.saving(arguments):
+        keeping, place = run.handle.keeping, run.division.place
+        with run.handle.saving(), keeping.behind_engine(), place.saving(arguments):
             if not save_outer_state(run.handle, iteration, directory):
                 return None  # as said; what Megatron writes to a full disk would end the run
             is_saved, result = survives(

@@ -50,6 +50,7 @@ def survives(
         states / tag_of(iteration),
         f"iteration {iteration} is not saved: {why}; what was saved before is as it was, and "
         "training goes on: free some space, or save elsewhere",
+        was_entered=True,
     )
     return False, None
 

@@ -172,8 +172,13 @@ def find_damage(directory: Path, rank: int = 0, num_ranks: int = 1) -> str | Non
 def _require_whole(path: Path, size: int, has_checksum: bool) -> None:
     """Raise ValueError if a file has another size, or is a zip, as torch's are, with other bits.
 
-    A file with a checksum is left to that: plain PyTorch's are many zips in a row.
+    A file with a checksum is left to that: plain PyTorch's are many zips in a row. So is the
+    manifest of a tag within, which may come to say more than it did: that training had diverged.
     """
+    if path.name == MANIFEST and path.is_file():
+        if why := read_manifest(path).get(DAMAGED):
+            raise ValueError(why)
+        return
     if not path.is_file() or path.stat().st_size != size:
         held = f"{path.stat().st_size:,} bytes" if path.is_file() else "nothing"
         raise ValueError(f"{path} holds {held}, and {size:,} bytes were saved")

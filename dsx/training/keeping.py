@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ class Keeping:
         self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
         self._common: dict[Path, set[str]] = {}  # tags that all have, by directory
+        self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
 
     def serve_library(self, lies: Lies = by_cluster, whole: Whole | None = None) -> None:
@@ -115,6 +117,9 @@ class Keeping:
         is_nobodys = self._keep is None and self._copying is None and not self.is_of_library
         if is_nobodys or not self._is_first:
             return
+        if self._waiting is not None:
+            self._waiting.append((path, step))
+            return
         manifest = path / MANIFEST  # none where a script saves by itself
         if manifest.is_file() and counts(read_manifest(manifest)):
             key = self.lies(path).tag, step
@@ -122,6 +127,26 @@ class Keeping:
             if self._copying is not None:
                 self._copying.saved(path, step)
             self._notices.post(_KIND, {"tag": key[0], "step": step})
+
+    @contextmanager
+    def behind_engine(self) -> Generator[None, None, None]:
+        """Tell the others of what is complete inside only as this ends: the engine's part is, too.
+
+        Not of what has been taken back by then, and of nothing where an error ends the run.
+        """
+        self._waiting = []
+        try:
+            yield
+            waiting = self._waiting
+        finally:
+            self._waiting = None
+        for path, step in waiting:
+            self.hold(path, step)
+
+    def take_back(self, path: Path) -> None:
+        """Take that a checkpoint of `behind_engine` is none: the engine's part has failed."""
+        if self._waiting is not None:
+            self._waiting = [one for one in self._waiting if one[0] != path]
 
     def loaded(self, path: Path) -> None:
         """Enter a checkpoint that all clusters have loaded."""

@@ -68,6 +68,7 @@ class Saving:
         self._syncs = syncs
         self.last: Path | None = None
         self.last_complete: dict[str, Any] | None = None  # that this run has saved
+        self._before_last: tuple[Path | None, dict[str, Any] | None] = None, None
         self._keeps_data = False
         self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
@@ -190,6 +191,8 @@ class Saving:
         """
         if directory in self._failed:
             return False  # all have been told
+        if directory != self.last:
+            self._before_last = self.last, self.last_complete
         self.last = directory
         step = self._loop.history.step if step is None else step
         self.last_complete = {"step": step, "path": str(directory)}
@@ -197,9 +200,18 @@ class Saving:
         self.keeping.saved(directory, step)
         return True
 
-    def not_saved(self, directory: Path, why: str, step: int | None = None) -> None:
-        """Take back a checkpoint that could not be completed, and tell of it."""
+    def not_saved(
+        self, directory: Path, why: str, step: int | None = None, was_entered: bool = False
+    ) -> None:
+        """Take back a checkpoint that could not be completed, and tell of it.
+
+        `was_entered`: what dsx writes of it was complete, and is deleted since.
+        """
         self._of_step.pop(str(directory), None)
+        if was_entered:
+            self.keeping.take_back(directory)
+            if self.last == directory:
+                self.last, self.last_complete = self._before_last
         step = self._loop.history.step if step is None else step
         self._records.not_saved(directory, step, why)
 

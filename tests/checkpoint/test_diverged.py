@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from dsx.checkpoint.checksums import DAMAGED, find_damage
+from dsx.checkpoint.checksums import (
+    DAMAGED,
+    MANIFEST,
+    find_damage,
+    read_manifest,
+    take_checksums,
+)
 from dsx.checkpoint.diverged import mark_diverged
 from dsx.checkpoint.keep import superfluous
 from dsx.checkpoint.tags import complete_tags
@@ -62,3 +69,20 @@ def test_other_runs_and_what_cannot_be_read_are_left_alone(
     assert held["step30"]["trouble"] == "" and DAMAGED in held["step50"]
     assert held["step40"]["trouble"] == "the masters at step 40: not finite"
     assert mark_diverged(tmp_path / "none", 25, "a") == []
+
+
+def test_a_librarys_folder_is_not_damaged_by_what_a_tag_in_it_comes_to_say(tmp_path: Path) -> None:
+    write(tmp_path, 0, 30)
+    folder = tmp_path / "cluster_0"
+    told = read_manifest(folder / "step30" / MANIFEST)
+    (folder / MANIFEST).write_text(json.dumps(take_checksums(folder, told)))
+    assert mark_diverged(folder, 25, "a") == ["step30"]
+    assert mark_diverged(tmp_path, 25, "a") == ["cluster_0"]
+    assert find_damage(folder) is None
+    inner = folder / "step30" / MANIFEST
+    inner.write_text(inner.read_text().replace("since step 25", "since step 99"))
+    assert (
+        find_damage(folder) == f"{inner} has changed since it was written: its checksum is another"
+    )
+    inner.unlink()
+    assert str(find_damage(folder)).startswith(f"{inner} holds nothing, and ")

@@ -11,9 +11,11 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dsx.checkpoint.tags import complete_tags
+from dsx.config.schema import load_config
 from dsx.engines.megatron import own_part
 from dsx.engines.megatron.own_part import MegatronPart, latest_iteration, tag_of
 from dsx.engines.megatron_model.dist_checkpoint import TRACKER
+from dsx.training.saving import Saving as OfDsx
 from megatron_patches import checkpoint, room
 from tests.engines.test_megatron_resume_point import outer
 from tests.installed import needs
@@ -111,15 +113,17 @@ class Saving:
     """A run whose outer state and Megatron's part are saved as they are asked for."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> None:
-        self.told, self.at_once = list[str](), list[str]()
+        self.told, self.at_once, self.posted = list[str](), list[str](), list[str]()
         self.training: Any = SimpleNamespace(save_checkpoint=self._megatrons)
         arguments = SimpleNamespace(save=str(directory), **flags)
         place = SimpleNamespace(saving=lambda arguments: nullcontext())
         self._directory, beside = directory, SimpleNamespace(refuse=self.at_once.append)
         beside.settle = lambda: None
+        self.of_dsx = _saving_of_dsx(self.told, self.posted)
         self.handle = SimpleNamespace(
-            beside=beside, saving=nullcontext, not_saved=lambda path, why: self.told.append(why)
-        )
+            beside=beside, saving=nullcontext, not_saved=self.of_dsx.not_saved,
+            keeping=self.of_dsx.keeping,
+        )  # fmt: skip
         self.others: list[Any] = []  # what the other ranks have met with
         self.fails: BaseException | None = None
         of_ranks = SimpleNamespace(gather=lambda what, own: [own, *self.others])
@@ -139,7 +143,7 @@ class Saving:
 
     def _outer(self, handle: Any, iteration: int, directory: Path) -> bool:
         if not self.is_full:
-            outer_state(directory, iteration)
+            self.of_dsx.saved(outer_state(directory, iteration), iteration)
         return not self.is_full
 
     def _megatrons(self, iteration: int, model: Any, optimizer: Any) -> None:
@@ -147,6 +151,25 @@ class Saving:
             (self._directory / tag_of(iteration)).mkdir()
             raise self.fails
         saved(self._directory, iteration, 10)
+
+
+def _saving_of_dsx(told: list[str], posted: list[str]) -> OfDsx:
+    """Return the saving of a first rank; `posted` are the tags that other clusters hear of."""
+
+    def post(kind: str, payload: dict[str, Any]) -> None:
+        posted.append(payload["tag"])
+
+    records: Any = SimpleNamespace(saved=lambda path, step: None, deleted=None)
+    records.not_saved = lambda path, step, why: told.append(why)
+    loop: Any = SimpleNamespace(state=SimpleNamespace(), history=SimpleNamespace(step=0))
+    world: Any = SimpleNamespace(rank=0)
+    clusters = {"num_clusters": 2}
+    checkpoints = {"keep": 1}
+    block = {"preset": "diloco", "clusters": clusters, "checkpoints": checkpoints}
+    config = load_config({"dsx": block})
+    notices: Any = SimpleNamespace(post=post)
+    syncs: Any = SimpleNamespace()
+    return OfDsx(loop, world, config, records, syncs, notices)
 
 
 @needs("megatron")
@@ -191,6 +214,9 @@ def test_shards_that_megatron_could_not_write_end_no_run(
     states = tmp_path / "dsx" / "cluster_1"
     assert set(complete_tags(states)) == {"iter_0000010"}
     assert not (tmp_path / "iter_0000020").exists() and latest_iteration(tmp_path) == 10
+    assert saving.posted == ["iter_0000010"]  # the others keep what is common
+    last = {"step": 10, "path": str(states / "iter_0000010")}
+    assert (saving.of_dsx.last, saving.of_dsx.last_complete) == (states / "iter_0000010", last)
     saving.others = [None]  # one rank has not failed, and would go on alone
     with pytest.raises(CheckpointException):
         saving.save(30)
@@ -198,6 +224,9 @@ def test_shards_that_megatron_could_not_write_end_no_run(
     saving.fails = CheckpointException("write", {0: (KeyError("weight"), Any)})
     with pytest.raises(CheckpointException):
         saving.save(40)
+    saving.fails, saving.others = None, []
+    saving.save(50)
+    assert saving.posted == ["iter_0000010", "iter_0000050"]
 
 
 @needs("megatron")
@@ -251,7 +280,29 @@ def test_what_megatron_was_killed_in_does_not_count_once_the_tracker_is_above_it
     assert [part.is_complete(name) for name in names] == [True, True, False, True]
     half.write_text("a whole")
     assert part.is_complete("iter_0000030")
-    (tmp_path / "iter_0000050").mkdir()
+    (tmp_path / TRACKER).write_text("20\n")  # by hand, and so below what is whole
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("40\n")
+    assert part.is_complete("iter_0000040")
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("50\n")
+    assert part.is_complete("iter_0000040")
+    (tmp_path / "iter_0000060").mkdir()
     (tmp_path / f"{own_part.NOT_ENDED}.tmp").mkdir()  # in the way
     own_part.note_not_ended(tmp_path)  # ends no run
-    assert not part.is_complete("iter_0000050")
+    assert not part.is_complete("iter_0000060")
+
+
+@pytest.mark.parametrize("tracker", [None, "release"])
+def test_a_tracker_that_names_no_iteration_says_nothing_of_those_there(
+    tmp_path: Path, tracker: str | None
+) -> None:
+    for iteration in (10, 20):
+        saved(tmp_path, iteration, 100)
+    (tmp_path / TRACKER).unlink()
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    own_part.note_not_ended(tmp_path)
+    (tmp_path / TRACKER).write_text("30\n")
+    part = MegatronPart(tmp_path)
+    assert part.is_complete("iter_0000010") and part.is_complete("iter_0000020")

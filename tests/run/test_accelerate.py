@@ -197,6 +197,11 @@ def test_a_run_resumes_bit_for_bit_in_the_midst_of_an_epoch(way: str, tmp_path: 
     train(tmp_path, torchrun(2), "--steps_between", 14, **environ)
     whole = [told(tmp_path, m) for m in range(2)]
     assert whole[0]["own"] == whole[1]["own"]
+    if way == "deepspeed":  # killed behind Accelerate's part as it saved there again
+        for m in range(2):
+            own, newer = (tmp_path / f"out/step_{step}/cluster_{m}" for step in (14, 28))
+            (own / "accelerate").rename(own / "accelerate.replaced")
+            shutil.copytree(newer / "accelerate", own / "accelerate")
     train(tmp_path, torchrun(2), "--resume", "out/step_14", **environ)
     for m in range(2):
         resumed = told(tmp_path, m)

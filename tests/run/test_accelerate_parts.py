@@ -364,3 +364,59 @@ def test_folders_of_automatic_names(tmp_path: Path) -> None:
     assert [sorted(states._checkpoints(accelerator, world, n)) for n in (0, 1)] == [[2, 3], [2]]
     assert states._of_run(tmp_path / "step_3" / "cluster_1", world) == tmp_path / "step_3"
     assert states._of_run(tmp_path / "step_3", world) == tmp_path / "step_3"
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_what_was_killed_between_two_parts_leaves_the_state_that_they_were_to_replace(
+    tmp_path: Path, num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dsx.run.accelerate import parts
+
+    engines = ["pytorch_model", "pytorch_model_1"][:num_engines]
+    told: list[Any] = []
+    for cluster, ended in enumerate((1, 0)):  # how many engines have got as far
+        held = {"accelerate": 8, "accelerate.replaced": 4}
+        for i, name in enumerate(engines):
+            held |= {name: 8, f"{name}.replaced": 4} if i < ended else {name: 4}
+        for tag, step in held.items():
+            folder = tmp_path / f"cluster_{cluster}" / tag
+            folder.mkdir(parents=True)
+            (folder / "dsx.json").write_text(json.dumps({"step": step, "session": "a"}))
+        world: Any = SimpleNamespace(cluster_id=cluster, rank=0)
+        told.append(parts.whole_states(parts.complete_in(tmp_path, world), num_engines))
+    handle: Any = SimpleNamespace(gather=lambda own: told)
+    first: Any = SimpleNamespace(cluster_id=0, rank=0)
+    wanted = {"accelerate": "accelerate.replaced", "pytorch_model": "pytorch_model.replaced"}
+    found = parts.parts_to_load(handle, first, tmp_path, num_engines)
+    assert found == wanted | ({"pytorch_model_1": "pytorch_model_1"} if num_engines == 2 else {})
+    assert "that of step 4, which it was to replace, is loaded" in caplog.text
+    assert [step for step, *_ in told[1]] == [4]
+    told[1] = []
+    assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None
+    (tmp_path / "cluster_0" / "accelerate" / "dsx.json").write_text("{")
+    handle.gather = lambda own: told.append(own) or [own, own]
+    assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None and told[-1] == []
+
+
+@pytest.mark.parametrize("steps", [(4, 4), (4, 6)])
+def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
+    steps: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    from dsx.run.accelerate import saves
+
+    def differs(*given: Any) -> None:
+        raise ValueError("no complete checkpoint 'last' that all clusters hold")
+
+    def gather(own: list[Any]) -> list[Any]:
+        return [own, [[], {"last": [steps[1], "a"]}, ""]]  # whose disk is lost
+
+    monkeypatch.setattr(saves, "from_first", lambda value: value)
+    monkeypatch.setattr(saves, "_fetch", differs)
+    tags = {"last": {"step": steps[0], "session": "a"}}
+    remote = SimpleNamespace(url="file:///far", tags=lambda cluster: tags)
+    handle: Any = SimpleNamespace(remote=remote, gather=gather)
+    world: Any = SimpleNamespace(rank=0, cluster_id=0)
+    saves.bring(handle, world, tmp_path, ["last"], "last")
+    assert "last is not taken: no complete checkpoint 'last'" in caplog.text
+    said = f"all clusters have it as of step 4: to load that, move {tmp_path / 'last'} away"
+    assert (said in caplog.text) == (steps == (4, 4))

@@ -3,7 +3,7 @@
 Megatron names an iteration in `latest_checkpointed_iteration.txt` once its part is whole, with
 `--async-save` some time after the save began. One that it had begun and not ended is noted as a
 run starts: it is none later on either, when the tracker names an iteration above it, unless
-Megatron has written it anew by then.
+Megatron has written it anew by then or has named that iteration itself.
 """
 
 from __future__ import annotations
@@ -44,24 +44,38 @@ def iteration_of(tag: str) -> int | None:
 def note_not_ended(directory: Path) -> None:
     """Note which iterations Megatron has begun and not named; on one rank, as a run starts.
 
-    Where that cannot be written a line says what to do.
+    Nothing where the tracker cannot be read or names no iteration: then it says nothing of those
+    that are there. Where the note cannot be written a line says what to do.
     """
     latest = latest_iteration(directory)
-    begun = [path for path in directory.glob("iter_*") if path.is_dir()]
+    if latest is not None:
+        _note_above(directory, latest)
+
+
+def _note_above(directory: Path, latest: int) -> None:
+    """Note what is above an iteration; that one itself is no more noted, as Megatron names it."""
+    there = {path.name: path for path in directory.glob("iter_*") if path.is_dir()}
     above = {
-        path.name: _content_of(path)
-        for path in begun
-        if (i := iteration_of(path.name)) is not None and (latest is None or i > latest)
+        tag: _content_of(path)
+        for tag, path in there.items()
+        if (i := iteration_of(tag)) is not None and i > latest
     }
-    there = {path.name for path in begun}
-    before = {tag: held for tag, held in _not_ended(directory).items() if tag in there}
-    if above and {**before, **above} != before:
-        try:
-            write_durably(directory / NOT_ENDED, json.dumps({**before, **above}))
-        except OSError as error:
+    before = _not_ended(directory)
+    kept = {tag: held for tag, held in before.items() if tag in there and tag != tag_of(latest)}
+    if {**kept, **above} == before or not (above or tag_of(latest) in before):
+        return
+    try:
+        write_durably(directory / NOT_ENDED, json.dumps({**kept, **above}))
+    except OSError as error:
+        if above:
             logger.warning(
                 "%s cannot be written (%s): delete %s by hand, which Megatron has not ended",
                 directory / NOT_ENDED, error, ", ".join(sorted(above)),
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "%s cannot be written (%s): delete that file by hand, as it notes %s, which "
+                "Megatron has ended", directory / NOT_ENDED, error, tag_of(latest),
             )  # fmt: skip
 
 
@@ -96,6 +110,8 @@ class MegatronPart:
         folder = self.folder(tag)
         if not is_named or not folder.is_dir():
             return False
+        if iteration == latest:
+            return True
         half = _not_ended(self._directory).get(folder.name)
         return half is None or half != _content_of(folder)
 
@@ -108,7 +124,9 @@ class MegatronPart:
             return
         if not fetched.is_dir():
             raise OSError(f"Megatron's part of {tag} is not there with it")
-        note_not_ended(self._directory)  # before the tracker may come to name what is above it
+        latest = latest_iteration(self._directory)
+        before = -1 if latest is None else latest
+        _note_above(self._directory, before)  # which the tracker may come to be above
         folder, iteration = self.folder(tag), iteration_of(tag)
         arriving = folder.with_name(f"{folder.name}{UNFINISHED}")  # its disk may be another one
         for left in (folder, arriving):  # not complete
@@ -119,5 +137,5 @@ class MegatronPart:
             sync_to_disk(path)
         arriving.rename(folder)
         sync_to_disk(folder.parent)
-        if iteration is not None and iteration > (latest_iteration(self._directory) or -1):
+        if iteration is not None and iteration > before:
             write_durably(self._directory / TRACKER, str(iteration))

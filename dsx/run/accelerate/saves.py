@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, MANIFEST
 from dsx.checkpoint.places import by_tag
@@ -101,8 +102,8 @@ def bring(
     remote = handle.remote
     if remote is None:
         return
-    far, trouble = from_first(_names(remote, world) if world.rank == 0 else ((), ""))
-    everyone = handle.gather([[*from_first([*on_disk])], [*far], trouble])
+    far, trouble = from_first(_held_by(remote, world) if world.rank == 0 else ({}, ""))
+    everyone = handle.gather([[*from_first([*on_disk])], far, trouble])
     names = {name for own, there, _ in everyone for name in (*own, *there)}
     for name in [wanted] if wanted else sorted(names, key=_number, reverse=True):
         if all(name in own for own, *_ in everyone):
@@ -112,7 +113,8 @@ def bring(
                 _fetch(handle, world, base, name)
             except ValueError as error:
                 if world.rank == 0:
-                    logger.warning("%s is not taken: %s", base / name, error)
+                    advice = _advice([there.get(name) for _, there, _ in everyone], base / name)
+                    logger.warning("%s is not taken: %s%s", base / name, error, advice)
             else:
                 return
     for cluster, (*_, why) in enumerate(everyone):
@@ -123,13 +125,28 @@ def bring(
             )
 
 
-def _names(remote: Remote, world: World) -> tuple[list[str], str]:
-    """Return what is whole of this cluster at the remote place, and why that is not known."""
+def _advice(there: list[list[Any] | None], folder: Path) -> str:
+    """Say what to do where a folder on a disk hides one that the remote places have of all."""
+    first = there[0]
+    if first is None or any(one != first for one in there):
+        return ""
+    return (
+        f"; at the remote place all clusters have it as of step {first[0]}: to load that, move "
+        f"{folder} away on the disks that hold it as of another step"
+    )
+
+
+def _held_by(remote: Remote, world: World) -> tuple[dict[str, list[Any]], str]:
+    """Return what is whole of this cluster at the remote place, and why that is not known.
+
+    By name, with its step and its run.
+    """
     try:
         found = remote.tags(world.cluster_id)
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
-        return [], f"{type(error).__name__}: {error}"
-    return [tag for tag, told in found.items() if DAMAGED not in told], ""
+        return {}, f"{type(error).__name__}: {error}"
+    whole = {tag: told for tag, told in found.items() if DAMAGED not in told}
+    return {tag: [told["step"], told.get("session")] for tag, told in whole.items()}, ""
 
 
 def _number(name: str) -> int:

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
 from dsx.checkpoint.health import tensors_of
-from dsx.checkpoint.tags import cluster_directory, complete_tag, complete_tags
+from dsx.checkpoint.tags import cluster_directory, complete_tag
 from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
+from dsx.run.accelerate.parts import TAG, complete_in, parts_to_load, whole_states
 from dsx.run.accelerate.saves import bring
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
 
-TAG = "accelerate"
-OF_ENGINE = "pytorch_model"  # as Accelerate names what engines save; a second one's ends with _1
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +77,7 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         handle, count = trained[0].handle, _num_engines(trained)
         if is_named:
             base = _of_run(Path(input_dir), world)
-            is_here = _is_complete(_complete_in(base, world), count)
+            is_here = bool(whole_states(complete_in(base, world), count))
             bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
         else:
             _require_automatic(self)
@@ -163,8 +162,9 @@ def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:
 def _load(
     trained: list[Trained], world: World, base: Path, of_accelerate: Callable[[Path], Any]
 ) -> None:
-    handle = trained[0].handle
-    _, tag = choose(handle.gather, world, base, TAG)
+    handle, count = trained[0].handle, _num_engines(trained)
+    parts = (parts_to_load(handle, world, base, count) if count else None) or {TAG: TAG}
+    _, tag = choose(handle.gather, world, base, parts[TAG])
     directory = cluster_directory(base, world.cluster_id) / tag
     if not tag.startswith(TAG) or not directory.is_dir():
         raise ValueError(f"{base} holds no complete state of this cluster: load an earlier one")
@@ -184,7 +184,7 @@ def _load(
     with _engines_wait(engines, "load_checkpoint") as asked:
         of_accelerate(directory)
     for engine, of_engine, more in asked:
-        engine.load_checkpoint(str(base), of_engine, **more)
+        engine.load_checkpoint(str(base), parts.get(of_engine, of_engine), **more)
     for place, one in _places(trained, directory):
         one.handle.load(place)
         if one.first_step is not None:
@@ -258,20 +258,8 @@ def _checkpoints(accelerator: Any, world: World, num_engines: int) -> dict[int, 
     return {
         int(name[1]): path
         for path, name in found.items()
-        if name and _is_complete(_complete_in(path, world), num_engines)
+        if name and whole_states(complete_in(path, world), num_engines)
     }
-
-
-def _is_complete(tags: Mapping[str, Mapping[str, Any]], num_engines: int) -> bool:
-    """Whether a folder's tags are those of one `save_state()`, which was not killed within."""
-    saved = {tag: m["step"] for tag, m in tags.items() if "step" in m}
-    steps = {step for tag, step in saved.items() if tag.startswith(TAG)}
-    engines = [f"{OF_ENGINE}_{i}" if i else OF_ENGINE for i in range(num_engines)]
-    return any(all(saved.get(name) == step for name in engines) for step in steps)
-
-
-def _complete_in(folder: Path, world: World) -> dict[str, dict[str, Any]]:
-    return complete_tags(cluster_directory(folder, world.cluster_id))
 
 
 def _next_folder(accelerator: Any, trained: list[Trained], world: World) -> Path:
