@@ -93,7 +93,8 @@ def _refused_groups_of_one(chunk: Any) -> dict[str, str]:
     `GradReducePipeline._bucket_group_gradient_reduce` then adds to a group's gradients, at every
     micro-batch, what it has of them: they are those of no batch.
     """
-    strategy = getattr(chunk.ddp_config, "data_parallel_sharding_strategy", "")
+    settings = getattr(chunk, "ddp_config", None)
+    strategy = getattr(settings, "data_parallel_sharding_strategy", "")
     if strategy not in SHARDING_GRADIENTS or not is_before(0, 17):
         return {}
     sizes = {"data": parallel_state.get_data_parallel_world_size(with_context_parallel=True)}
