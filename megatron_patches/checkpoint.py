@@ -16,8 +16,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint.checksums import REMOVED
 from dsx.checkpoint.keep import remove_tag
-from dsx.checkpoint.leftovers import REMOVED
 from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.megatron.checkpoint import save_outer_state
 from dsx.engines.megatron.own_part import iteration_of, tag_of
@@ -50,7 +50,7 @@ def patch(run: Run) -> None:
         keeping, place = run.handle.keeping, run.division.place
         with run.handle.saving(), keeping.behind_engine(), place.saving(arguments):
             if not save_outer_state(run.handle, iteration, directory):
-                return None  # as said; what Megatron writes to a full disk would end the run
+                return None  # as said; what Megatron writes to a full disk might end the run
             is_saved, result = survives(
                 run, iteration, directory, states,
                 lambda: original(iteration, model, optimizer, *args, **kwargs),

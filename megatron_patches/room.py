@@ -1,8 +1,8 @@
 """Whether Megatron's own part of a checkpoint can be written, as far as that is seen before.
 
-An error in the midst of Megatron's save is raised on some of its ranks while others wait, and ends
-the run. A disk that is full, a folder that is gone or may not be written to, are seen before: then
-nothing is saved at that iteration, a line says so, and training goes on.
+An error in the midst of Megatron's save may end the run (failed_save.py). A disk that is full, a
+folder that is gone or may not be written to, are seen before: then nothing is saved at that
+iteration, a line says so, and training goes on.
 """
 
 from __future__ import annotations

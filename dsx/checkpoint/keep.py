@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REPLACED
-from dsx.checkpoint.leftovers import REMOVED
+from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REMOVED, REPLACED
 from dsx.checkpoint.tags import Manifests
 
 

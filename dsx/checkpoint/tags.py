@@ -23,13 +23,14 @@ from typing import Any
 from dsx.checkpoint.checksums import (
     DAMAGED,
     MANIFEST,
+    REMOVED,
     REPLACED,
     UNFINISHED,
     read_manifest,
     sealed,
     take_checksums,
 )
-from dsx.checkpoint.leftovers import REMOVED, begin_writing, end_writing
+from dsx.checkpoint.leftovers import begin_writing, end_writing
 
 Manifests = Mapping[str, Mapping[str, Any]]  # by tag
 

@@ -196,18 +196,14 @@ class CodedMean:
     def write_lost(self, x: Tensor, anew: Anew) -> None:
         """Make anew what the codes made last miss of `x`, fp32 `[numel]`."""
         together = self._wire.granularity
-        longest = max(LOST_TOGETHER // together, 1) * together
+        at_a_time = max(LOST_TOGETHER // together, 1) * together
         for data, (start, stop) in zip(self._outgoing_of(0), self._bounds, strict=True):
-            if not has_places(self._wire):  # a format of one's own: all at once
-                longest = max(stop - start, 1)
+            longest = at_a_time if has_places(self._wire) else max(stop - start, 1)
             for first in range(0, stop - start, longest):
                 last = min(first + longest, stop - start)
                 lost = anew.room(last - first)
-                if has_places(self._wire):
-                    places = places_of(self._wire, stop - start, first, last)
-                    self._codec.decode(torch.cat([data[place] for place in places]), lost)
-                else:
-                    self._codec.decode(data, lost)
+                places = places_of(self._wire, stop - start, first, last)
+                self._codec.decode(torch.cat([data[place] for place in places]), lost)
                 torch.sub(x[start + first : start + last], lost, out=lost)
 
     def _outgoing_of(self, number: int) -> list[Tensor]:

@@ -44,7 +44,7 @@ from dsx.compress.quantized import (
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import LOST_TOGETHER, Rounds, Sizes, most_work, no_rounds
+from dsx.compress.slices import LOST_TOGETHER, Rounds, Sizes, most_by_role, most_work, no_rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS, is_made_in_place
 from dsx.core.buffers import Opening
@@ -276,11 +276,8 @@ class LowRank(Quantized):
 
     def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
         """Return what pieces of matrices and their factors take."""
-        most: dict[str, int] = {}
-        for m, n, rank in self._matrices(self.split(fragment)[0], max_rank or self.rank or 0):
-            for role, size in side_work(m, n, rank).items():
-                most[role] = max(most.get(role, 0), size)
-        return most
+        matrices = self._matrices(self.split(fragment)[0], max_rank or self.rank or 0)
+        return most_by_role(side_work(m, n, rank) for m, n, rank in matrices)
 
     def _factors(self, fragment: Fragment, num_clusters: int, max_rank: int) -> FactorBytes:
         """Return what factors take, of the owners by which shard 0 goes.

@@ -151,13 +151,18 @@ def coded_sizes(
     return CodedSizes(bounds, owners, outgoing, [outgoing[s] for s in owners[position]], means)
 
 
-def most_work(work: Iterable[Mapping[str, int]]) -> int:
-    """Return the bytes of work space that codecs share: of each role, what the largest needs."""
+def most_by_role(work: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return of each role what the largest needs, in bytes."""
     most: dict[str, int] = {}
     for of_codec in work:
         for role, size in of_codec.items():
             most[role] = max(most.get(role, 0), size)
-    return sum(most.values())
+    return most
+
+
+def most_work(work: Iterable[Mapping[str, int]]) -> int:
+    """Return the bytes of work space that codecs share: of each role, what the largest needs."""
+    return sum(most_by_role(work).values())
 
 
 @lru_cache(maxsize=_KNOWN)

@@ -39,7 +39,7 @@ class LocalPiece(Piece):
 class Placement:
     """A model over the ranks of a cluster: what this rank holds, and the group that holds the same.
 
-    `copies` is None where nobody else does. `engine` is what holds it, for messages.
+    `copies` is None where nobody else does. `engine` is what holds it, for messages and refusals.
     """
 
     engine: str

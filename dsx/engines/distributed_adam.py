@@ -45,12 +45,14 @@ class DistributedMasters(ApartMasters):
         self._shapes: list[ParameterShape] = []
         self._wholes: dict[str, str] = {}
         self.pieces: dict[str, Piece] = {}
+        self._owners: dict[int, Any] = {}  # optimizers, by the id of a parameter
         held: dict[int, Any] = {}
         for optimizer in optimizers:
             _require_served(optimizer)
             lay_out(optimizer)
             held |= {id(p): optimizer for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in parameters.items():
+            self._owners[id(parameter)] = held[id(parameter)]
             self._named[name] = parameter, held[id(parameter)]
             self._take(name)
 
@@ -60,7 +62,7 @@ class DistributedMasters(ApartMasters):
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has a master apart from it."""
-        return any(parameter is one for one, _ in self._named.values())
+        return id(parameter) in self._owners
 
     def shapes(self, parameters: Mapping[str, nn.Parameter]) -> list[ParameterShape]:
         """Return what dsx takes for parameters, parts of the model's own among them."""
@@ -72,14 +74,9 @@ class DistributedMasters(ApartMasters):
 
     def write_weights(self, parameters: Sequence[nn.Parameter]) -> None:
         """Gather the weights of all buckets that hold these parameters. Collective."""
-        wanted = {id(parameter) for parameter in parameters}
         for optimizer in self._optimizers:
-            numbers = {
-                part.bucket_id
-                for parameter, its in self._named.values()
-                if its is optimizer and id(parameter) in wanted
-                for part in _parts(its, parameter)
-            }
+            own = [p for p in parameters if self._owners.get(id(p)) is optimizer]
+            numbers = {part.bucket_id for p in own for part in _parts(optimizer, p)}
             for number in sorted(numbers):
                 _gather(optimizer, number)
 

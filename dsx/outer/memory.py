@@ -13,16 +13,16 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in (of
     factors once for all fragments, which take turns),
     work space: 2 vectors shared by all fragments; one more where local parameters, or penalties of
-    single elements, go into the outer step, and where norms of tensors are taken: of 2^20 elements
-    on a host, of L where work_space.py says so; with slots in bf16 tiles in fp32, whole vectors
-    where a clip measures tensors,
+    single elements, go into the outer step, where norms of tensors are taken, and where means leave
+    their memory to launches: of 2^20 elements on a host, of L where work_space.py says so; with
+    slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
     factors: where an accelerator makes them, two pieces of a matrix and its factors there.
 
-With the state on disk, all but transfers, channels and work space is in files there, and what is
-sent takes 4wb.
+With the state on disk, all but transfers, channels, work space, what is in the cluster and factors
+is in files there, and what is sent takes 4wb.
 
 It is what `Allocator` has given (core/buffers.py), which tests compare. On an accelerator there are
 also the contributions that are launched together, 4 bytes per element until they are on the host
@@ -38,7 +38,7 @@ from typing import Literal
 
 import numpy as np
 
-from dsx.compress.slices import Sizes, exact_bytes
+from dsx.compress.slices import Sizes, exact_bytes, most_work
 from dsx.core.exchange import HASHED_ON_ACCELERATOR, HASHED_PAIRS
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
@@ -177,12 +177,10 @@ def predict(
 
 def _factors_bytes(method: Method, on_the_wire: Sequence[Fragment]) -> int:
     """Return the bytes that factors are made in on an accelerator, one fragment after another."""
-    found: dict[str, int] = {}
-    for fragment in on_the_wire if method.compression.makes_factors else ():
-        in_pieces = method.compression.side_work(fragment, method.control.largest_rank)
-        for role, size in in_pieces.items():
-            found[role] = max(found.get(role, 0), size)
-    return sum(found.values())
+    compression, rank = method.compression, method.control.largest_rank
+    if not compression.makes_factors:
+        return 0
+    return most_work(compression.side_work(fragment, rank) for fragment in on_the_wire)
 
 
 def slots_bytes(outer: OuterOptimizer, names: Sequence[str], numel: int) -> int:

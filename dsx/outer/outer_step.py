@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from dsx.core.types import History, SyncView
 from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
-from dsx.outer.contribution import Contributions
 from dsx.outer.deferral import Deferral
+from dsx.outer.launches import Launches
 from dsx.outer.outer_update import OuterUpdate
 from dsx.outer.parts import Part, joined, parts_of
 from dsx.outer.per_tensor import ShardedTensors
@@ -54,20 +53,6 @@ class Arrival:
         return self.transfer.fragment
 
 
-class Due(Protocol):
-    """Launches of this boundary that take the memory of means (passing_on.py)."""
-
-    contributions: Contributions
-
-    def applying(self, transfer: Transfer | NothingYet) -> Tensor | None:
-        """Return where the next launch's contribution is to be made as a mean is used up."""
-        ...
-
-    def send(self, fragment: int) -> None:
-        """Send it, if there is one."""
-        ...
-
-
 class OuterStep:
     """Takes the outer steps of one rank's fragments, in place of anchors, slots and masters."""
 
@@ -80,7 +65,7 @@ class OuterStep:
         num_clusters: Callable[[], int],
         deferral: Deferral,
         ladder: Ladder,
-        due: Due,
+        due: Launches,
     ) -> None:
         self._method = method
         self._ladder = ladder
@@ -143,7 +128,7 @@ class OuterStep:
 
     def _contribute(self, fragment: int, part: Part) -> Tensor:
         """Return what the next launch sends of a part that is about to change, in work space."""
-        place = self._work(fragment, part, "next")
+        place = self._work(part, "next")
         return self._due.contributions.make(fragment, part, place)
 
     def _mean_of(
@@ -157,7 +142,7 @@ class OuterStep:
         mean = part.of(arrival.mean)
         if arrival.is_used_up:
             return mean, None
-        work = self._work(arrival.fragment, part, "mean")
+        work = self._work(part, "mean")
         if stays:
             return mean, work
         return work.copy_(mean), None
@@ -185,7 +170,7 @@ class OuterStep:
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
         anchor = part.of(self._state.anchor[fragment])
         mean = self._method.delay.gradient(mean, anchor, part.of_each(slots.delay))
-        staleness, scratch = self._method.staleness, self._work(fragment, part, "work")
+        staleness, scratch = self._method.staleness, self._work(part, "work")
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:
             sideband = self._state.scratch("local", sideband.numel()).copy_(sideband)
@@ -218,7 +203,7 @@ class OuterStep:
         if delay.needs_local:
             local = live
             if local is None:
-                local = self._work(fragment, part, "local")
+                local = self._work(part, "local")
                 self._adapter.read(fragment, local, part.start)
         own = [t.buffers.kept for t in arrival.under_way if t.fragment == fragment]
         launched = transfer if isinstance(transfer, Transfer) else None
@@ -232,7 +217,7 @@ class OuterStep:
             kept=None if kept is None else part.of(kept),
             own=[part.of(kept) for kept in own if kept is not None],
             slots=slots,
-            scratch=self._work(fragment, part, "work"),
+            scratch=self._work(part, "work"),
             outer_update=lambda w: self._update(w, slots, fragment, part, history, "delay"),
             per_tensor=self._per_tensor[fragment],
             num_clusters=self._num_averaged(launched),
@@ -254,7 +239,7 @@ class OuterStep:
         ids = launched.buffers.parity.ids if launched is not None else []
         return len(ids) or self._num_clusters()
 
-    def _work(self, fragment: int, part: Part, purpose: str) -> Tensor:
+    def _work(self, part: Part, purpose: str) -> Tensor:
         """Return work space as long as a part: the same for every one, so it stays at hand."""
         return self._state.scratch(purpose, part.numel)
 
@@ -273,7 +258,7 @@ class OuterStep:
         context = OuterContext(
             history.rounds[fragment],
             self._adapter.inner_lr() if of_left_boundary is None else of_left_boundary,
-            self._work(fragment, part, "work"),
+            self._work(part, "work"),
             self._per_tensor[fragment],
             out,
         )

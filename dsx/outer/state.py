@@ -8,7 +8,7 @@ sent and what travels, sidebands of both, and where the masters are what the del
 With a folder among the `resources`, in files there: all but what travels, codes, and what is
 worked in.
 Shared by all fragments: scratch vectors (work_space.py), allocated when first used.
-Nothing is allocated after the first round.
+Nothing is allocated after the first round, but what is lent to launches (arenas.py).
 """
 
 from __future__ import annotations

@@ -123,12 +123,10 @@ def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGa
     return plan_gathers(layouts, rank, method.compression.takes, adapter.device)
 
 
-def fragments_sent(
-    fragments: Sequence[Fragment], matrix_gathers: Sequence[MatrixGather]
-) -> list[int]:
+def fragments_sent(fragments: Sequence[Fragment], on_the_wire: Sequence[Fragment]) -> list[int]:
     """Return the numbers of those of which a rank has anything, as they lie or as they travel."""
-    pairs = zip(fragments, matrix_gathers, strict=True)
-    return [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
+    pairs = zip(fragments, on_the_wire, strict=True)
+    return [own.id for own, wire in pairs if own.numel + wire.numel]
 
 
 def factored(method: Method, adapter: EngineAdapter) -> list[tuple[list[str], list[str]]]:

@@ -62,10 +62,8 @@ def held_on_rank(model: GPT, cluster: Cluster, stage: Stage) -> tuple[int, int]:
     """
     dense = experts = 0
     for weight in stage_weights(model, cluster, stage):
-        if weight.is_expert and cluster.zero_stage is None:
+        if weight.is_expert:
             experts += weight.on((0, cluster.slices_of_experts)).numel
-        elif weight.is_expert:
-            experts += weight.on((0, 1)).numel
         else:
             dense += weight.on((0, cluster.tensor)).numel
     if model.is_tied and 0 < stage.index == stage.count - 1:

@@ -151,8 +151,8 @@ def launched_less(
     schedule = method.schedule
     if not isinstance(schedule, AdaptiveTransmission):
         return
+    every_step = num_stages * sum(transfer_steps) / len(transfer_steps)
     for halvings in range(1, 7):
-        every_step = num_stages * sum(transfer_steps) / len(transfer_steps)
         gamma = float(f"{every_step / 2**halvings:.2g}")
         if gamma < schedule.gamma:
             yield replace(method, schedule=replace(schedule, gamma=gamma))

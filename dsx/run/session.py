@@ -8,7 +8,7 @@ from typing import Any
 
 import dsx
 from dsx.comm.world import World, current_world
-from dsx.config.schema import load_config
+from dsx.config.schema import DsxConfig, load_config
 from dsx.engines.joined import refuse_joining
 from dsx.run.block import RunBlock
 from dsx.training.finish import keep_exported
@@ -74,10 +74,15 @@ class Session:
         return {**document, "dsx": block}
 
     @property
+    def settings(self) -> DsxConfig:
+        """What the block says, read anew; once it is known."""
+        return load_config(self.block.resolve())
+
+    @property
     def whose_data(self) -> str:
         """`clusters.data` of this run: "auto", "split" or "own"; "own" once that has been seen."""
         if self._whose_data is None:
-            self._whose_data = load_config(self.block.resolve()).clusters.data
+            self._whose_data = self.settings.clusters.data
         return "own" if self.has_own_data else self._whose_data
 
     @property

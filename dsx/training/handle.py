@@ -79,7 +79,7 @@ class Handle:
         alike = {"dsx": config.common(), **(facts or {}), **layout_of(adapter)}
         require_alike(world.rendezvous, alike, settings or {}, config.clusters.may_differ)
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
-        used = fragments_sent(adapter.fragments, matrix_gathers)
+        used = fragments_sent(adapter.fragments, [gather.wire for gather in matrix_gathers])
         transport = world.connect(used, adapter.stage, config.link.streams)
         given = matrix_gathers, self._records.trace, usable(len(used))
         self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)

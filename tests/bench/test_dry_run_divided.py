@@ -6,6 +6,7 @@ In clusters of four ranks: experts over all of them, in halves, or in a pipeline
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,14 +17,9 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.comm.world import current_world
-from dsx.config.schema import load_config
-from dsx.core.types import Stage
-from dsx.plan.deepspeed_json import read_cut
 from dsx.plan.gpt_shapes import GPT, Experts
-from dsx.plan.memory.plan import plan_stage
-from dsx.plan.model_files import Batch, Cluster
 from tests.bench.test_dry_run import figures_of_run, follow
-from tests.bench.test_dry_run_deepspeed import Part, hold_to_runs, weight_bytes
+from tests.bench.test_dry_run_deepspeed import Part, compare_memory, hold_to_runs, weight_bytes
 from tests.engines.engines import ACCUMULATION, ds_config, quiet
 from tests.engines.test_deepspeed_memory import BLOCK
 from tests.installed import needs
@@ -302,20 +298,4 @@ def all_held(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     ],
 )
 def test_experts_and_slices_are_what_runs_have(kinds: Sequence[Kind]) -> None:
-    hold_to_runs(kinds, all_held, compare_memory)
-
-
-def compare_memory(kind: Kind, ranks: list[dict[str, Any]]) -> None:
-    """Hold `dsx memory` to what the ranks of a cluster have."""
-    cluster = Cluster(**read_cut(kind.document(), RANKS)._asdict())
-    config, together = load_config({"dsx": BLOCK}), cluster.ranks_per_stage
-    for number in range(cluster.pipeline):
-        stage = Stage(number, cluster.pipeline)
-        plan = plan_stage(kind.model(), cluster, stage, config, Batch(20, 3), False)
-        own = ranks[number * together : (number + 1) * together]
-        largest = max(own, key=lambda r: sum(r["memory"].values()))
-        expected = {
-            "weights": plan.inner.weights, "moments": plan.inner.moments, **vars(plan.outer)
-        }  # fmt: skip
-        found = {key: largest[key] for key in ("weights", "moments")}
-        assert {**found, **largest["memory"]} == pytest.approx(expected, rel=0.03)  # padding
+    hold_to_runs(kinds, all_held, partial(compare_memory, rel=0.03))

@@ -51,16 +51,22 @@ def held(clusters: Clusters, cluster: int) -> set[str]:
     return {*complete_tags(clusters.base / f"cluster_{cluster}")}
 
 
-def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clusters:
+    """All have saved step 2, whose copy has begun and waits, and delete it in the next save."""
     monkeypatch.chdir(tmp_path)
     clusters = Clusters(tmp_path)
     begin(clusters)
     clusters.save(2)
-    clusters.pass_boundary()  # its copy begins, and waits
+    clusters.pass_boundary()
     begin(clusters)
     delete_later(clusters, 2)
+    return clusters
+
+
+def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = saved_again(tmp_path, monkeypatch)
     clusters.save(4)
     assert held(clusters, 0) == {"step2", "step4"}  # nobody knows yet that all hold it
     clusters.pass_boundary()
@@ -83,13 +89,7 @@ def test_what_a_library_deletes_waits_for_all_clusters_and_for_its_copy(
 def test_where_one_cluster_has_not_saved_all_keep_what_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    clusters = Clusters(tmp_path)
-    begin(clusters)
-    clusters.save(2)
-    clusters.pass_boundary()
-    begin(clusters)
-    delete_later(clusters, 2)
+    clusters = saved_again(tmp_path, monkeypatch)
     write(tmp_path, 0, 4)
     clusters.all[0].saved(tmp_path / "cluster_0" / "step4", 4)
     clusters.pass_boundary()

@@ -24,8 +24,8 @@ from dsx.core.types import Fragment, Stage
 from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.state import StateStore
-from dsx.outer.whole_matrices import plan_gathers, wires_of
-from dsx.plan.memory.plan import launched_together
+from dsx.outer.whole_matrices import fragments_sent, plan_gathers, wires_of
+from dsx.plan.memory.plan import largest_rank, launched_together
 from dsx.plan.traffic import Load, Share, Traffic
 
 _AT_THE_START = ("anchor", "outer_optimizer", "delay", "staleness", "transfers")  # allocated then
@@ -106,15 +106,11 @@ def figures_of(
         wires = wires_of(layouts, method.compression.takes)
     sent = [_bytes_of(config, *pair) for pair in enumerate(zip(built, wires, strict=True))]
     ranks = [
-        RankFigures(rank, wire, _used(rank, wire), bytes_sent)
+        RankFigures(rank, wire, fragments_sent(rank.fragments, wire), bytes_sent)
         for rank, wire, bytes_sent in zip(built, wires, sent, strict=True)
     ]
-
-    def outer_state(index: int) -> int:
-        own = built[index]
-        return predict(method, own.fragments, own.num_tensors, wires[index], clusters).total
-
-    largest = max(range(len(built)), key=outer_state)
+    num_tensors = [rank.num_tensors for rank in built]
+    largest = largest_rank(method, clusters, layouts, wires, num_tensors)
     place = config.state.device
     is_there = has_accelerators and place == "masters"
     where = is_there, has_accelerators and config.coding.makes_factors_there(is_there)
@@ -127,18 +123,12 @@ def figures_of(
     )  # fmt: skip
 
 
-def _used(rank: BuiltRank, wire: Sequence[Fragment]) -> list[int]:
-    """Return the fragments that the rank has connections for, as the handle decides."""
-    pairs = zip(rank.fragments, wire, strict=True)
-    return [own.id for own, travelling in pairs if own.numel + travelling.numel]
-
-
 def _bytes_of(
     config: DsxConfig, shard: int, pair: tuple[BuiltRank, Sequence[Fragment]]
 ) -> list[int]:
     """Return what a rank sends of every fragment once, by cluster, in the long run."""
     rank, wire = pair
-    used = set(_used(rank, wire))
+    used = set(fragments_sent(rank.fragments, wire))
     loads = [
         Load(fragment.stage, fragment.id, count, (Share(fragment, (shard,)),))
         for fragment, count in zip(wire, rank.num_tensors, strict=True)

@@ -7,7 +7,7 @@ from dsx.compress.wire.group_format import GroupFormat
 
 
 def has_places(wire: Wire) -> bool:
-    """Whether it is known where elements lie: not in a format of one's own without a `form`."""
+    """Whether it is known where some elements lie: not in a format of one's own without `form`."""
     return isinstance(getattr(wire, "form", None), GroupFormat) or hasattr(wire, "dtype")
 
 
@@ -15,8 +15,10 @@ def places_of(wire: Wire, numel: int, start: int, stop: int) -> list[slice]:
     """Return the bytes of elements start..stop in a message of `numel`: those of their own message.
 
     `start` is a multiple of what the format keeps together, and `stop` is, too, or the end.
-    TypeError where it is not known.
+    TypeError where it is not known, but for all of them.
     """
+    if (start, stop) == (0, numel):
+        return [slice(0, wire.num_bytes(numel))]
     if not has_places(wire):
         raise TypeError(f"where elements lie in a message of {wire.name} is not known")
     form = getattr(wire, "form", None)

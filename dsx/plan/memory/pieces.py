@@ -64,27 +64,18 @@ def held_by_rank(model: GPT, cluster: Cluster, stage: Stage) -> list[tuple[Held,
         ]
         served = frozenset(shape.name for shape, is_served in own if is_served)
         dense.append(([*copies, *(shape for shape, _ in own)], served))
-    experts = {
-        (at, expert): _experts(weights, cluster, at, expert)
-        for at in range(cluster.slices_of_experts)
-        for expert in range(cluster.expert)
-    }
+    experts: dict[tuple[int, int], tuple[list[ParameterShape], frozenset[str]]] = {}
+    for at in range(cluster.slices_of_experts):
+        for expert in range(cluster.expert):
+            shapes = _experts(weights, cluster, at, expert)
+            experts[at, expert] = shapes, frozenset(shape.name for shape in shapes)
     found: list[tuple[Held, Held]] = []
     for shard in range(cluster.shards):
         for tensor in range(cluster.tensor):
             slice_number, expert, at = _expert_place(cluster, tensor + cluster.tensor * shard)
-            of_experts = experts[slice_number, expert]
-            found.append(
-                (
-                    Held(*dense[tensor], shard, cluster.shards),
-                    Held(
-                        of_experts,
-                        frozenset(shape.name for shape in of_experts),
-                        at,
-                        cluster.shards_of_experts,
-                    ),
-                )
-            )
+            of_dense = Held(*dense[tensor], shard, cluster.shards)
+            of_experts = Held(*experts[slice_number, expert], at, cluster.shards_of_experts)
+            found.append((of_dense, of_experts))
     return found
 
 
@@ -122,15 +113,17 @@ def pieces_by_rank(
     `assignment` are the names of its fragments.
     """
     found: list[Pieces] = []
-    known: dict[tuple[int, bool], list[_Row]] = {}  # ranks that hold alike have the same rows
+    # ranks that hold alike have the same rows
+    known: dict[tuple[int, bool], tuple[list[_Row], dict[str, tuple[int, ...]]]] = {}
     for own in held:
         pieces: dict[str, tuple[tuple[int, ...], int]] = {}
         for runs, is_expert in zip(own, (False, True), strict=True):
             key = (id(runs.shapes), is_expert)
             if key not in known:
-                known[key] = list(_rows(model, cluster, stage, assignment, runs, is_expert))
-            wholes = {shape.name: shape.shape for shape in runs.shapes}
-            for row in known[key]:
+                rows = list(_rows(model, cluster, stage, assignment, runs, is_expert))
+                known[key] = rows, {shape.name: shape.shape for shape in runs.shapes}
+            rows, wholes = known[key]
+            for row in rows:
                 _cut(pieces, row, wholes, runs)
         found.append(pieces)
     return found

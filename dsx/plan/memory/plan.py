@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
+from dsx.method.method import Method
 from dsx.outer.memory import OuterMemory, StatePlace, predict
 from dsx.outer.passing_on import passes_on
 from dsx.outer.whole_matrices import MatrixGather, plan_gathers, wires_of
@@ -89,7 +90,11 @@ def plan_stage(
         for pieces in pieces_by_rank(model, cluster, stage, assignment, held)
     ]
     num_tensors = [len(names) for names in assignment]
-    rank = _largest(config, layouts, num_tensors)
+    wires = layouts
+    if method.compression.needs_whole_matrices:
+        wires = wires_of(layouts, method.compression.takes)
+    of_ranks = [num_tensors] * len(layouts)
+    rank = largest_rank(method, config.clusters.num_clusters, layouts, wires, of_ranks)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
     in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
     if not cluster.shares_optimizer:
@@ -131,21 +136,22 @@ def _matrix_gathers(
     return plan_gathers(layouts, rank, compression.takes, None)
 
 
-def _largest(
-    config: DsxConfig, layouts: Sequence[Sequence[Fragment]], num_tensors: Sequence[int]
+def largest_rank(
+    method: Method,
+    num_clusters: int,
+    layouts: Sequence[Sequence[Fragment]],
+    wires: Sequence[Sequence[Fragment]],
+    num_tensors: Sequence[Sequence[int]],
 ) -> int:
-    """Return the rank whose outer state is largest, as the dry run does."""
-    method, wires = config.method, layouts
-    if method.compression.needs_whole_matrices:
-        wires = wires_of(layouts, method.compression.takes)
-    clusters = config.clusters.num_clusters
+    """Return the rank of a stage whose outer state is largest; all are given by rank."""
     totals: dict[object, int] = {}  # of ranks that have and send tensors of the same shapes
 
     def outer_state(rank: int) -> int:
         own, wire = layouts[rank], wires[rank]
         kind = tuple(tuple((s.shape, s.whole) for s in f.layout) for f in (*own, *wire))
+        kind = kind, tuple(num_tensors[rank])
         if kind not in totals:
-            totals[kind] = predict(method, own, num_tensors, wire, clusters).total
+            totals[kind] = predict(method, own, num_tensors[rank], wire, num_clusters).total
         return totals[kind]
 
     return max(range(len(layouts)), key=outer_state)

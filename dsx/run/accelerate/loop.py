@@ -18,7 +18,6 @@ from typing import Any
 import dsx
 from dsx.comm.world import World, current_world
 from dsx.config.files import ConfigError
-from dsx.config.schema import load_config
 from dsx.run.accelerate.loaders import require_cut, require_not_made_before, require_shared
 from dsx.run.accelerate.refusals import refuse_settings
 from dsx.run.accelerate.saves import Saves
@@ -86,7 +85,7 @@ class Loop:
         if found is None:
             world = current_world()
             assert world is not None
-            checkpoints = load_config(self.session.block.resolve()).checkpoints
+            checkpoints = self.session.settings.checkpoints
             found = Saves(next(self.of(accelerator)).handle, world, checkpoints)
             self.saves.append((accelerator, found))
         return found
@@ -149,7 +148,7 @@ class _Replaced:
         world = session.join()
         if world is None or self._is_of_trainer(accelerator, args):
             return original(accelerator, *args, **kwargs)
-        refuse_settings(accelerator, load_config(session.block.resolve()))
+        refuse_settings(accelerator, session.settings)
         require_not_made_before(session, args)
         require_shared(session, world, args)
         session.divides_data = True

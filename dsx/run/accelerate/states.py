@@ -77,12 +77,14 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         handle, count = trained[0].handle, _num_engines(trained)
         if is_named:
             base = _of_run(Path(input_dir), world)
-            is_here = bool(whole_states(complete_in(base, world), count))
-            bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
+            if handle.remote is not None:
+                is_here = bool(whole_states(complete_in(base, world), count))
+                bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
         else:
             _require_automatic(self)
-            held = _checkpoints(self, world, count).values()
-            bring(handle, world, _automatic_folder(self), [path.name for path in held])
+            if handle.remote is not None:
+                held = _checkpoints(self, world, count).values()
+                bring(handle, world, _automatic_folder(self), [path.name for path in held])
             base = _newest(self, trained, world)
         with _named(self):
             _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-import dsx
 from dsx.comm.world import World, current_world
 from dsx.config.checkpoints import REMOTE
 from dsx.config.files import ConfigError
@@ -251,7 +250,7 @@ class _Replaced:
         return self._saves[trainer]
 
     def _settings(self) -> Any:
-        return dsx.load_config(self._session.block.resolve())
+        return self._session.settings
 
     def load_best_model(self, original: Callable[..., Any], trainer: Any) -> Any:
         """Go back to the best checkpoint, one for all clusters, which have ended training."""

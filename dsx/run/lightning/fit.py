@@ -31,7 +31,7 @@ class Fit:
         self.is_agreed = False  # whether all clusters stop
         self.is_ended = False
         self.is_saved = True  # whether this cluster's last checkpoint could be written
-        self.checkpoints = dsx.load_config(session.block.resolve()).checkpoints
+        self.checkpoints = session.settings.checkpoints
         self.resume: Path | None = None  # the directory of the tag that training goes on from
         self.resume_tag = ""  # its name, the same in all clusters
         self.weights_only: bool | None = None  # as fit() was told, for the checkpoint it loads
@@ -50,25 +50,20 @@ class Fit:
 
     def attach(self, strategy: Any) -> None:
         """Attach what a strategy has made. Collective over all ranks of all clusters."""
-        self.handle = self._attached(strategy)
-        if self.puts_off:
-            self.handle.keeping.serve_library()
-
-    def _attached(self, strategy: Any) -> Handle:
         self.session.divides_data = True
         self.handle = getattr(strategy.model, "dsx", None)
-        if self.handle is not None:
-            return self.handle
-        if has_engine(strategy):
-            raise RouteNotTaken(
-                'Lightning\'s DeepSpeedStrategy has made an engine without the "dsx" block: give '
-                "--dsx-config FILE, or put the block into the strategy's config"
-            )
-        config = self.session.config_with_block({})
-        self.handle = dsx.attach(strategy.model, strategy.optimizers, config=config)
-        if self.resume is None:
-            self.watch_weights(strategy)
-        return self.handle
+        if self.handle is None:
+            if has_engine(strategy):
+                raise RouteNotTaken(
+                    'Lightning\'s DeepSpeedStrategy has made an engine without the "dsx" block: '
+                    "give --dsx-config FILE, or put the block into the strategy's config"
+                )
+            config = self.session.config_with_block({})
+            self.handle = dsx.attach(strategy.model, strategy.optimizers, config=config)
+            if self.resume is None:
+                self.watch_weights(strategy)
+        if self.puts_off:
+            self.require_handle().keeping.serve_library()
 
     def watch_weights(self, strategy: Any) -> None:
         """Let the first step be an error if the weights are others by then; not with an engine.

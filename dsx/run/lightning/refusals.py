@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import dsx
 from dsx.config.files import ConfigError
 from dsx.run.lightning.fit import Fit, has_engine
 from dsx.run.session import RouteNotTaken
@@ -52,7 +51,7 @@ def refuse(trainer: Any, fit: Fit) -> None:
             "AsyncCheckpointIO writes a checkpoint after it has been declared complete: leave it "
             "out of Trainer(plugins=...)"
         )
-    settings = dsx.load_config(fit.session.block.resolve())
+    settings = fit.session.settings
     if settings.checkpoints.keep is not None:
         raise ConfigError(
             f"dsx.checkpoints.keep={settings.checkpoints.keep} would delete what ModelCheckpoint "
