@@ -169,9 +169,11 @@ def behind(monkeypatch: pytest.MonkeyPatch, count: int, hold: Callable[[], objec
     monkeypatch.setattr(fifo_module, "SLACK_SECONDS", 0.2)
     monkeypatch.setattr(cores_module, "_LOOK_SECONDS", 0.02)
     budget, fifo, done = CodingCores(1, 1), Fifo("dsx-fragment-0"), Future[str]()
+    are_all_there = Event()
 
     def in_turn() -> str:
         with budget.turn():
+            assert are_all_there.wait(SECONDS)
             hold()
         return "coded"
 
@@ -184,6 +186,7 @@ def behind(monkeypatch: pytest.MonkeyPatch, count: int, hold: Callable[[], objec
             threads.submit(in_turn)
             until_waiting(waiting)
         fifo.submit(done, last)
+        are_all_there.set()
         return fifo.result(done, "fragment 0 launched at step 40", 0.2)
 
 
