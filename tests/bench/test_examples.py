@@ -26,7 +26,7 @@ from dsx.cli import app
 ROOT = Path(__file__).parents[2]
 TREES = os.environ.get("DSX_EXAMPLE_TREES", "")
 FAKE = """\
-import sys, torch
+import sys, time, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +46,7 @@ for iteration in range(int(options["max_iters"]) + 1):
     optimizer.step()
     if iteration == 30 and dist.get_rank() == 0:
         print(f"iter 30: loss {loss.item():.4f}")
+time.sleep(0.5)  # gloo's thread lets its last tensor go: after the interpreter it would be SIGABRT
 dist.destroy_process_group()
 """
 
@@ -243,6 +244,7 @@ def test_a_loss_is_the_clusters_mean_or_equal_in_all() -> None:
 def test_a_failure_is_said_by_the_line_that_says_most() -> None:
     assert reason("start\nValueError: a\n  dsx.run: cluster 0: no\n") == "dsx.run: cluster 0: no"
     assert reason("start\nValueError: a\nChildFailedError: \n") == "ValueError: a"
+    assert reason("iter 30: loss 2\nterminate called in C++\n") == "terminate called in C++"
     assert reason("") == "nothing printed"
 
 

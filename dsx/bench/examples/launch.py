@@ -161,8 +161,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(printed: str) -> str:
-    """Return the line that says most: the refusal of dsx.run, or a script's first exception."""
+    """Return the line that says most: what dsx.run refused, C++'s end, or a first exception."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    refused = [line for line in lines if line.startswith("dsx.run:")]
+    refused = [line for line in lines if line.startswith(("dsx.run:", "terminate called"))]
     raised = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (refused or raised or lines or ["nothing printed"])[0]
