@@ -169,10 +169,11 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
         whole = accumulated * micro_batch * cluster.data
     batch = Batch(known.seq_length, micro_batch, whole)
     model = model_of(known)
-    if model.experts is not None and not read_integer(document.get("moe") or {}, "ep_size", 0):
+    is_told = read_integer(document.get("moe") or {}, "ep_size", 0) > 0
+    if model.experts is not None and not is_told:
         cluster = replace(cluster, untold=f"expert 1 (no moe.ep_size in {source.name})")
     require_cut(model, cluster)
-    if "moe" not in document and known.num_experts and known.expert_model_parallel_size > 1:
+    if not is_told and known.num_experts and known.expert_model_parallel_size > 1:
         size = known.expert_model_parallel_size
         raise ValueError(
             f"--expert-model-parallel-size={size} is Megatron's: a DeepSpeed run gives it to its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -170,10 +171,19 @@ def test_other_refusals_name_their_flag(tmp_path: Path) -> None:
     uneven = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
     with pytest.raises(ValueError, match="write --num-virtual-stages-per-pipeline-rank"):
         read(f"{DENSE} {uneven} --num-layers-per-virtual-pipeline-stage 1", tmp_path)
+
+
+def test_ranks_of_experts_that_megatrons_flag_alone_tells_are_refused(tmp_path: Path) -> None:
     document = tmp_path / "deepspeed.json"
-    document.write_text("{}")
     read(f"{EXPERTS} --expert-model-parallel-size 2", tmp_path)
-    with pytest.raises(ValueError, match='is Megatron\'s: .*; add "moe": {"ep_size": 2} there'):
+    for untold in ({}, {"moe": {}}, {"moe": None}, {"moe": {"layers": 2}}):
+        document.write_text(json.dumps(untold))
+        with pytest.raises(ValueError, match='is Megatron\'s: .*add "moe": {"ep_size": 2} there'):
+            read_model(document, tmp_path / "model.flags", 4)
+    document.write_text('{"moe": {"ep_size": 4}}')
+    assert read_model(document, tmp_path / "model.flags", 4).cluster.expert == 4
+    document.write_text('{"moe": {"ep_size": "4"}}')
+    with pytest.raises(ValueError, match="ep_size='4' must be an integer"):
         read_model(document, tmp_path / "model.flags", 4)
 
 
