@@ -144,6 +144,14 @@ def logged(text: str, what: str) -> dict[int, float]:
     return {int(iteration): float(value) for iteration, value in found}
 
 
+def vocabulary(tree: Path) -> int:
+    """Return how many tokens MODEL's tokenizer has in a tree."""
+    release = (tree / "megatron/core/package_info.py").read_text()
+    found = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", release, re.M))
+    # from core 0.18 on the end of a document is one of them, and not one more
+    return 4222 + ((int(found["MAJOR"]), int(found["MINOR"])) < (0, 18))
+
+
 def anchors(checkpoints: Path, iteration: int, clusters: int = 2) -> list[dict[str, torch.Tensor]]:
     """Return every cluster's anchors at an iteration, by rank file and name."""
     found: list[dict[str, torch.Tensor]] = []

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_averaged_model import export
 from tests.installed import needs
 from tests.launch import test_megatron_lm
-from tests.launch.test_megatron_lm import BLOCKING, pretrain, tree
+from tests.launch.test_megatron_lm import BLOCKING, pretrain, tree, vocabulary
 from tests.launch.test_megatron_lm_export import of_megatron
 
 __all__ = ["tree"]  # the fixture
 
-IN_USE, STEPS = 4223, 5  # the vocabulary of MODEL's tokenizer
+STEPS = 5
 COMMON: dict[str, Any] = {
-    "vocab_size": IN_USE, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16,
     "initializer_range": 0.2,
 }  # fmt: skip
@@ -56,9 +56,10 @@ def test_there_and_back(
 
     monkeypatch.setattr(test_megatron_lm, "DSX", BLOCKING)
     torch.manual_seed(3)
-    start: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **COMMON, **more, tie_word_embeddings=False)
+    config = AutoConfig.for_model(
+        kind, **COMMON, **more, vocab_size=vocabulary(tree), tie_word_embeddings=False
     )
+    start: Any = AutoModelForCausalLM.from_config(config)
     start.save_pretrained(tmp_path / "hf0")
     code, said = export(tmp_path / "hf0", "--megatron", tmp_path / "start")
     assert code == 0, said
