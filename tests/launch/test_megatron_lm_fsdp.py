@@ -10,7 +10,6 @@ import pytest
 
 from tests.launch import test_megatron_lm, test_megatron_synchronous
 from tests.launch.test_megatron_lm import (
-    FORKED,
     MODEL,
     SAVED_AT,
     STEPS,
@@ -52,13 +51,9 @@ def test_shards_train(
     environment = test_megatron_lm.environment
     given, ranks = KINDS[kind]
 
-    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # with one Megatron refuses both
-
     def with_connections(at: Path) -> dict[str, str]:
-        return {**environment(at), **connections}
-
-    if tree in FORKED:
-        monkeypatch.setattr(FORKED[tree], "environment", connections)
+        # with one Megatron refuses both
+        return {**environment(at), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
     for module in (test_megatron_lm, test_megatron_synchronous):
         monkeypatch.setattr(module, "MODEL", [*MODEL, *shlex.split(given)])
