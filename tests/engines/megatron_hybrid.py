@@ -11,6 +11,7 @@ from typing import Any
 
 import megatron.core.ssm.mamba_block as mamba_block
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -36,6 +37,7 @@ _attention = SelfAttentionSubmodules(
     core_attention=DotProductAttention,
     linear_proj=RowParallelLinear,
 )
+_experts = get_moe_module_spec(use_te=False, num_experts=1)  # how many a model has its flags tell
 _mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 stack_spec = ModuleSpec(
     module=mamba_block.MambaStack,
@@ -65,6 +67,14 @@ stack_spec = ModuleSpec(
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=WrappedTorchNorm,
                 mlp=ModuleSpec(module=MLP, submodules=_mlp),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=_experts,
                 mlp_bda=get_bias_dropout_add,
             ),
         ),

@@ -29,12 +29,14 @@ OF_STATES = """
     --spec tests.engines.megatron_hybrid stack_spec
     --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2
 """
+MIXTURE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 SCRIPTS = {  # what is given of a model, and its stages
     "pretrain_bert.py": ("--spec local --bert-embedder-type megatron", 2),
     "pretrain_t5.py": ("--decoder-num-layers 4 --decoder-seq-length 16 --vocab-extra-ids 20", 1),
     "pretrain_vlm.py": ("--img-h 28 --img-w 28 --patch-dim 14 --ckpt-format torch", 1),
     "pretrain_mamba.py": (f"--hybrid-override-pattern M*-M {OF_STATES}", 2),
     "pretrain_hybrid.py": (f"--hybrid-layer-pattern M*-M {OF_STATES}", 2),
+    "pretrain_hybrid.py of experts": (f"--hybrid-layer-pattern M*E|M- {MIXTURE} {OF_STATES}", 2),
 }
 OF_SENTENCES = ("pretrain_bert.py", "pretrain_t5.py")
 
@@ -63,14 +65,15 @@ def of_sentences(at: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("kind", SCRIPTS)
 def test_another_script_trains_and_resumes(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As plain Megatron where no outer step comes; two clusters alike, and resumed to the bit."""
+    script = kind.split()[0]
     if not (tree / script).exists():
         pytest.skip(f"this tree has no {script}")
-    given, stages = SCRIPTS[script]
+    given, stages = SCRIPTS[kind]
     model = of_sentences(tmp_path) if script in OF_SENTENCES else MODEL
     model = [*model, *shlex.split(given)]
     if script == "pretrain_t5.py":
