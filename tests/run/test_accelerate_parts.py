@@ -46,6 +46,7 @@ from dsx.run.first_step import FirstStep
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.data_sources import Source
+from tests.checkpoint.test_tags import write
 
 BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
 
@@ -391,6 +392,12 @@ def test_what_was_killed_between_two_parts_leaves_the_state_that_they_were_to_re
     assert found == wanted | ({"pytorch_model_1": "pytorch_model_1"} if num_engines == 2 else {})
     assert "that of step 4, which it was to replace, is loaded" in caplog.text
     assert [step for step, *_ in told[1]] == [4]
+    second: Any = SimpleNamespace(cluster_id=1, rank=0)
+    for _ in range(2):  # saved there again, and killed in the same place
+        parts.put_back_whole(tmp_path, second, num_engines)
+        write(tmp_path, 1, 8, tag="accelerate")
+    held = parts.complete_in(tmp_path, second)
+    assert [step for step, *_ in parts.whole_states(held, num_engines)] == [4]
     told[1] = []
     assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None
     (tmp_path / "cluster_0" / "accelerate" / "dsx.json").write_text("{")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, REPLACED
-from dsx.checkpoint.tags import cluster_directory, complete_tags
+from dsx.checkpoint.tags import cluster_directory, complete_tags, put_back
 from dsx.comm.world import World
 from dsx.training.handle import Handle
 
@@ -63,6 +63,20 @@ def parts_to_load(
                 )  # fmt: skip
             return dict(zip(parts, names, strict=True))
     return None
+
+
+def put_back_whole(folder: Path, world: World, num_engines: int) -> None:
+    """Put back a part that has been written without its others, before it is written again.
+
+    Else that would delete the state that is whole. The first rank does it; OSError.
+    """
+    if world.rank != 0:
+        return
+    for _, _, tags in whole_states(complete_in(folder, world), num_engines)[:1]:
+        for tag in tags:
+            if tag.endswith(REPLACED):
+                directory = cluster_directory(folder, world.cluster_id)
+                put_back(directory, tag.removesuffix(REPLACED))
 
 
 def _parts(num_engines: int) -> list[str]:

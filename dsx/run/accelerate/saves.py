@@ -37,7 +37,8 @@ class Saves:
     def __init__(self, handle: Handle, world: World, checkpoints: CheckpointsConfig) -> None:
         self._handle, self._world = handle, world
         self._is_later = checkpoints.is_later
-        self._whole = Whole(world.rank == 0, lambda folder: None, self._complete, handle.not_saved)
+        told = handle.rollback.saved_whole, handle.not_saved
+        self._whole = Whole(world.rank == 0, lambda folder: None, *told)
 
     def begin(self, folder: Path, handles: Collection[Handle], num_engines: int) -> None:
         """Take that a save to this cluster's folder begins. On all ranks."""
@@ -66,10 +67,6 @@ class Saves:
         elif all(self._handle.gather(is_saved)) and self._world.rank == 0:
             for path in older(newest, self._world.cluster_id, limit):
                 is_deleted(partial(remove_part, cluster_directory(path, self._world.cluster_id)))
-
-    def _complete(self, folder: Path, step: int) -> None:
-        self._handle.rollback.saved(folder)
-        self._handle.keeping.hold(folder, step)
 
 
 def older(newest: Path, cluster_id: int, limit: int) -> list[Path]:

@@ -23,7 +23,13 @@ from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
-from dsx.run.accelerate.parts import TAG, complete_in, parts_to_load, whole_states
+from dsx.run.accelerate.parts import (
+    TAG,
+    complete_in,
+    parts_to_load,
+    put_back_whole,
+    whole_states,
+)
 from dsx.run.accelerate.saves import bring
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
@@ -137,6 +143,9 @@ def _save_own(
         with on_all_ranks("save_state"):
             is_later = not engines  # theirs are written behind this one, beside training
             saving = AgreedSave(handle, directory, TAG, world.rank == 0, is_later)
+        if engines:
+            with saving.part():
+                put_back_whole(directory.parent, world, len(engines))
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
@@ -198,6 +207,7 @@ def _load(
             f"of step {saved['step']}: a cluster was killed while it saved there again; load an "
             "earlier one"
         )
+    handle.keeping.loaded(directory)
 
 
 def _inner(one: Trained) -> list[Any]:
