@@ -82,6 +82,19 @@ _ACCELERATE_2X2 = replace(
 _LIGHTNING_2X2 = replace(
     _LIGHTNING, ranks=4, options=(*_LIGHTNING.options, "--devices", 2),
 )  # fmt: skip
+_ACCELERATE_DEEPSPEED = replace(
+    _ACCELERATE_2X2, needs=("deepspeed", "accelerate"), stage=2, before=("-m", "dsx.run"),
+    environ={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+)  # fmt: skip
+ATTACHED = Kind(
+    (), "train_attached.py", ("plain.json",), ("--resume",),
+    "step9", "runs/cluster_0/step*", 4, 12, ranks=4, before=(),
+)  # fmt: skip
+ONE_FOLDER = replace(  # killed between Accelerate's part and DeepSpeed's, of the second save
+    _ACCELERATE_DEEPSPEED, ranks=2, killed_in="pytorch_model", resume=("--resume", "runs/last"),
+    options=(*_ACCELERATE.options, "--folder", "last"),
+    environ={**_ACCELERATE_DEEPSPEED.environ, "SLOW_AGAIN": "1"},
+)  # fmt: skip
 _FOLDERS = "runs/ck/cluster_0/*.ckpt"
 KINDS = {
     "trainer": _TRAINER,
@@ -102,18 +115,13 @@ KINDS = {
         _ACCELERATE_2X2, options=(*_ACCELERATE_2X2.options, "--fsdp", 2), around=("on_cpus.py",),
         environ={"ACCELERATE_TORCH_DEVICE": "cpu"},
     ),
-    "accelerate-deepspeed-2x2": replace(
-        _ACCELERATE_2X2, needs=("deepspeed", "accelerate"), stage=2, before=("-m", "dsx.run"),
-        environ={
-            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json",
-        },
-    ),
+    "accelerate-deepspeed-2x2": _ACCELERATE_DEEPSPEED,
 }  # fmt: skip
 
 
-def write_configs(kind: Kind, at: Path, url: str, is_beside: bool = True) -> None:
+def write_configs(kind: Kind, at: Path, url: str | None) -> None:
     """Write `ds.json`, as DeepSpeed's users fill it in, and `plain.json` for those of others."""
-    checkpoints = {"beside_training": is_beside, "remote": url}
+    checkpoints = {"beside_training": True, "remote": url}
     block = {**BLOCK, "clusters": {"num_clusters": 2}, "checkpoints": checkpoints}
     zero = {"stage": kind.stage, "stage3_gather_16bit_weights_on_model_save": True}
     document = {
@@ -144,22 +152,26 @@ def train(kind: Kind, at: Path, *more: Any) -> str:
     return output
 
 
-def kill_in_a_save(kind: Kind, at: Path, url: str, *more: Any, needs_copy: bool = True) -> int:
-    """Start, and kill all ranks while an outer state is being written; return the step that is
-    whole at the remote place.
+def kill_in_a_save(
+    kind: Kind, at: Path, url: str | None, *more: Any, clusters: tuple[int, ...] = ()
+) -> int:
+    """Start, and kill all ranks while an outer state is being written beside training, in any or
+    these clusters; return the step that is whole at the remote place, once there is one.
     """
     log = at / "killed.log"
     command, environ = launch(kind, at, *more, slow=kind.killed_in)
     launcher = start(command, log, **environ)
     try:
-        wait_for(launcher, log, "WRITES", 200)
+        wait_for(launcher, log, "dsx-save WRITES", 200)
+        for cluster in clusters:
+            wait_for(launcher, log, f"/cluster_{cluster}/{kind.killed_in}.unfinished", 60)
         until = time.monotonic() + 60
-        while not (steps := common_steps(url)) and needs_copy:
+        while url is not None and not common_steps(url):
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)
     finally:
         kill_all(launcher)
-    return max(steps, default=0)
+    return 0 if url is None else max(common_steps(url))
 
 
 def kill_all(launcher: subprocess.Popen[bytes]) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.run_folder import read_about
 from tests.installed import needs
 from tests.run.saving_clients import (
     KINDS,
+    ONE_FOLDER,
     common_steps,
     kill_in_a_save,
     models,
@@ -60,3 +62,21 @@ def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
     left = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
     if name.startswith("trainer"):
         assert left == kept
+
+
+@needs(*ONE_FOLDER.needs)
+def test_killed_twice_between_the_parts_of_one_folder_and_gone_on(tmp_path: Path) -> None:
+    """Accelerate's part is new there each time, and DeepSpeed's of before."""
+    write_configs(ONE_FOLDER, tmp_path, None)
+    train(ONE_FOLDER, tmp_path)
+    whole = models(ONE_FOLDER, tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    for resume in ((), ONE_FOLDER.resume, ONE_FOLDER.resume):
+        kill_in_a_save(ONE_FOLDER, tmp_path, None, *resume, clusters=(0, 1))
+        for m in range(2):
+            held = complete_tags(tmp_path / "runs" / "last" / f"cluster_{m}")
+            steps = {tag: manifest["step"] for tag, manifest in held.items()}
+            assert steps == {"accelerate": 16, "accelerate.replaced": 8, "pytorch_model": 8}
+    output = train(ONE_FOLDER, tmp_path, *ONE_FOLDER.resume)
+    assert "that of step 8, which it was to replace, is loaded" in output
+    assert models(ONE_FOLDER, tmp_path) == whole
