@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,11 @@ ONE_FOLDER = replace(  # killed between Accelerate's part and DeepSpeed's, of th
     options=(*_ACCELERATE.options, "--folder", "last"),
     environ={**_ACCELERATE_DEEPSPEED.environ, "SLOW_AGAIN": "1"},
 )  # fmt: skip
+OF_TWO_CLUSTERS = replace(  # killed where cluster 0 has saved, and cluster 1 has not
+    _ACCELERATE, killed_in="cluster_1/accelerate", resume=("--resume", "runs/last"),
+    options=(*_ACCELERATE.options, "--folder", "last", "--steps_between", 16),
+    environ={**_ACCELERATE.environ, "SLOW_AGAIN": "1"},
+)  # fmt: skip
 _FOLDERS = "runs/ck/cluster_0/*.ckpt"
 KINDS = {
     "trainer": _TRAINER,
@@ -103,6 +109,10 @@ KINDS = {
     "lightning-ddp-2x2": _LIGHTNING_2X2,
     "lightning-fsdp2-2x2": replace(
         _LIGHTNING_2X2, kept=_FOLDERS, options=(*_LIGHTNING_2X2.options, "--strategy", "fsdp2")
+    ),
+    "lightning-fsdp2-file-2x2": replace(
+        _LIGHTNING_2X2,
+        options=(*_LIGHTNING_2X2.options, "--strategy", "fsdp2", "--one_file"),
     ),
     "lightning-deepspeed-2x2": replace(
         _LIGHTNING_2X2, needs=("deepspeed", "lightning"), kept=_FOLDERS, stage=2,
@@ -119,9 +129,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def write_configs(kind: Kind, at: Path, url: str | None) -> None:
+def write_configs(kind: Kind, at: Path, url: str | None, is_beside: bool = True) -> None:
     """Write `ds.json`, as DeepSpeed's users fill it in, and `plain.json` for those of others."""
-    checkpoints = {"beside_training": True, "remote": url}
+    checkpoints = {"beside_training": is_beside, "remote": url}
     block = {**BLOCK, "clusters": {"num_clusters": 2}, "checkpoints": checkpoints}
     zero = {"stage": kind.stage, "stage3_gather_16bit_weights_on_model_save": True}
     document = {
@@ -130,8 +140,8 @@ def write_configs(kind: Kind, at: Path, url: str | None) -> None:
         "zero_allow_untested_optimizer": True, "dsx": block,
     }  # fmt: skip
     (at / "ds.json").write_text(json.dumps(document))
-    plain = {**document, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
-    del plain["train_batch_size"]
+    plain = {**document, "train_micro_batch_size_per_gpu": 2}
+    del plain["train_batch_size"], plain["gradient_accumulation_steps"]
     (at / "plain.json").write_text(json.dumps(plain))
 
 
@@ -153,20 +163,22 @@ def train(kind: Kind, at: Path, *more: Any) -> str:
 
 
 def kill_in_a_save(
-    kind: Kind, at: Path, url: str | None, *more: Any, clusters: tuple[int, ...] = ()
+    kind: Kind,
+    at: Path,
+    url: str | None,
+    *more: Any,
+    is_reached: Callable[[str], bool] = lambda log: True,
 ) -> int:
-    """Start, and kill all ranks while an outer state is being written beside training, in any or
-    these clusters; return the step that is whole at the remote place, once there is one.
+    """Start, and kill all ranks while an outer state is being written beside training, once
+    `is_reached` says so of the log; return the step that is whole at the remote place by then.
     """
     log = at / "killed.log"
     command, environ = launch(kind, at, *more, slow=kind.killed_in)
     launcher = start(command, log, **environ)
     try:
         wait_for(launcher, log, "dsx-save WRITES", 200)
-        for cluster in clusters:
-            wait_for(launcher, log, f"/cluster_{cluster}/{kind.killed_in}.unfinished", 60)
         until = time.monotonic() + 60
-        while url is not None and not common_steps(url):
+        while (url and not common_steps(url)) or not is_reached(log.read_text()):
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)
     finally:

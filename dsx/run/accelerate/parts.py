@@ -40,6 +40,12 @@ def whole_states(tags: Tags, num_engines: int) -> list[State]:
     return [(*key, [of_part[key] for of_part in of_parts]) for key in newest]
 
 
+def has_common(handle: Handle, own: Sequence[State]) -> bool:
+    """Whether all clusters hold one of these states of a folder. Collective over all of them."""
+    everyone = handle.gather([[step, run] for step, run, _ in own])
+    return any(all(one in held for held in everyone) for one in everyone[0])
+
+
 def parts_to_load(
     handle: Handle, world: World, folder: Path, num_engines: int
 ) -> dict[str, str] | None:

@@ -88,13 +88,18 @@ def remove_part(own: Path) -> None:
 
 
 def bring(
-    handle: Handle, world: World, base: Path, on_disk: Collection[str], wanted: str | None = None
+    handle: Handle,
+    world: World,
+    base: Path,
+    on_disk: Collection[str],
+    wanted: str | None = None,
+    is_common: bool = True,
 ) -> None:
     """Fetch the newest folder below `base` that is whole in all clusters, where one lacks it.
 
-    Or the one that is `wanted`. `on_disk` are those that this cluster has complete. Collective over
-    all ranks of all clusters; ValueError where a remote place cannot be read, and no folder is on
-    the disks of all.
+    Or the one that is `wanted`. `on_disk` are those that this cluster has complete; `is_common`:
+    what is there in all clusters is of one step. Collective over all ranks of all clusters;
+    ValueError where a remote place cannot be read, and no folder is on the disks of all.
     """
     remote = handle.remote
     if remote is None:
@@ -103,7 +108,7 @@ def bring(
     everyone = handle.gather([[*from_first([*on_disk])], far, trouble])
     names = {name for own, there, _ in everyone for name in (*own, *there)}
     for name in [wanted] if wanted else sorted(names, key=_number, reverse=True):
-        if all(name in own for own, *_ in everyone):
+        if is_common and all(name in own for own, *_ in everyone):
             return
         if all(name in own or name in there for own, there, _ in everyone):
             try:

@@ -26,11 +26,13 @@ from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
 from dsx.run.accelerate.parts import (
     TAG,
     complete_in,
+    has_common,
     parts_to_load,
     put_back_whole,
     whole_states,
 )
 from dsx.run.accelerate.saves import bring
+from dsx.run.first_step import taking_no_step
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
 
@@ -84,8 +86,9 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         if is_named:
             base = _of_run(Path(input_dir), world)
             if handle.remote is not None:
-                is_here = bool(whole_states(complete_in(base, world), count))
-                bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
+                own = whole_states(complete_in(base, world), count)
+                held, is_common = [base.name] if own else [], has_common(handle, own)
+                bring(handle, world, base.parent, held, base.name, is_common)
         else:
             _require_automatic(self)
             if handle.remote is not None:
@@ -146,7 +149,8 @@ def _save_own(
         if engines:
             with saving.part():
                 put_back_whole(directory.parent, world, len(engines))
-        with _engines_wait(engines, "save_checkpoint") as asked:
+        handles = [one.handle for one in trained]
+        with _engines_wait(engines, "save_checkpoint") as asked, taking_no_step(*handles):
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
             saving.do(lambda place=place, one=one: one.handle.write(place))
@@ -192,7 +196,8 @@ def _load(
             "order of the data are not those of before", base, saved["num_ranks"], world.world_size,
         )  # fmt: skip
     engines = [one.model for one in trained if one.is_engine]
-    with _engines_wait(engines, "load_checkpoint") as asked:
+    handles = [one.handle for one in trained]
+    with _engines_wait(engines, "load_checkpoint") as asked, taking_no_step(*handles):
         of_accelerate(directory)
     for engine, of_engine, more in asked:
         engine.load_checkpoint(str(base), parts.get(of_engine, of_engine), **more)
