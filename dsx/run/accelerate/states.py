@@ -79,27 +79,31 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         trained, world = _trained(loop, self, "load_state"), current_world()
         if not trained or world is None:
             return original(self, input_dir, *args, **kwargs)
-        is_named = input_dir is not None
         for one in trained:
             one.handle.beside.wait_together()  # what is being written may be what is to be loaded
-        handle, count = trained[0].handle, _num_engines(trained)
-        if is_named:
-            base = _of_run(Path(input_dir), world)
-            if handle.remote is not None:
-                own = whole_states(complete_in(base, world), count)
-                held, is_common = [base.name] if own else [], has_common(handle, own)
-                bring(handle, world, base.parent, held, base.name, is_common)
-        else:
-            _require_automatic(self)
-            if handle.remote is not None:
-                held = _checkpoints(self, world, count).values()
-                bring(handle, world, _automatic_folder(self), [path.name for path in held])
-            base = _newest(self, trained, world)
+        base = _bring(self, trained, world, input_dir)
         with _named(self):
             _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))
 
     around(accelerator, "save_state", save_state)
     around(accelerator, "load_state", load_state)
+
+
+def _bring(accelerator: Any, trained: list[Trained], world: World, asked: Any) -> Path:
+    """Return the folder to load, which is fetched where a cluster lacks it. Collective over all."""
+    handle, count = trained[0].handle, _num_engines(trained)
+    if asked is None:
+        _require_automatic(accelerator)
+        if handle.remote is not None:
+            held = _checkpoints(accelerator, world, count).values()
+            bring(handle, world, _automatic_folder(accelerator), [path.name for path in held])
+        return _newest(accelerator, trained, world)
+    base = _of_run(Path(asked), world)
+    if handle.remote is not None:
+        own = whole_states(complete_in(base, world), count)
+        names, is_common = [base.name] if own else [], has_common(handle, own)
+        bring(handle, world, base.parent, names, base.name, is_common)
+    return base
 
 
 def _trained(loop: Loop, accelerator: Any, what: str) -> list[Trained]:
