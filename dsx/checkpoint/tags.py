@@ -85,6 +85,20 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     end_writing(directory)
 
 
+def put_back(directory: Path, tag: str) -> None:
+    """Give what a tag held before it was written again its name; what it holds now goes. OSError.
+
+    Killed meanwhile, it is complete under either name.
+    """
+    replaced, final = directory / f"{tag}{REPLACED}", directory / tag
+    if (replaced / MANIFEST).is_file():
+        if final.exists():
+            (final / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(final)
+        replaced.rename(final)
+        sync_to_disk(directory)
+
+
 def note_left(tag: Path) -> None:
     """Say in a tag's manifest that the others have gone on: it is no part of what they save."""
     path = tag / MANIFEST

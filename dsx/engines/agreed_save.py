@@ -60,6 +60,7 @@ class AgreedSave:
         handle.beside.open(may_be_later and not _is_ending(handle))
         with self.part():
             if is_first and self._trouble is None:
+                handle.keeping.put_back(directory, tag)
                 begin_tag(directory, tag)
         from_first(None)  # nobody writes before
 

@@ -13,7 +13,8 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +77,7 @@ class TorchAdapter(MastersAdapter):
         self._backwards = backwards
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
-        self._is_stepping_fragment = False
+        self.ignores_steps = False  # whether what optimizers step is no inner step
         self._hooks: list[Hook] = self._apart.follow_loads()
         self.stage = Stage()
         device = next(iter(parameters.values())).device
@@ -145,7 +146,7 @@ class TorchAdapter(MastersAdapter):
 
         def follow(index: int) -> Callable[[Optimizer, Any, Any], None]:
             def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                if not self._is_stepping_fragment and self._take_note(index):
+                if not self.ignores_steps and self._take_note(index):
                     callback(all(_was_skipped(o) for o in self._optimizers))
                     self.end_inner_step()
 
@@ -155,6 +156,15 @@ class TorchAdapter(MastersAdapter):
             hook: Any = torch.compiler.disable(follow(index))  # of a compiled step, too
             self._hooks.append(optimizer.register_step_post_hook(hook))
         _attached.update({p: self._names[id(p)] for p in self._parameters})
+
+    @contextmanager
+    def ignoring_steps(self) -> Generator[None, None, None]:
+        """Count nothing inside as an inner step: torch steps an optimizer to make its state."""
+        before, self.ignores_steps = self.ignores_steps, True
+        try:
+            yield
+        finally:
+            self.ignores_steps = before
 
     def _take_note(self, index: int) -> bool:
         """Note that an optimizer has stepped; return whether all have."""
@@ -245,13 +255,12 @@ class TorchAdapter(MastersAdapter):
         others = [(p, p.grad) for _, params in held for p in params if id(p) not in own]
         for parameter, _ in others:
             parameter.grad = None
-        self._is_stepping_fragment = True
         try:
-            for optimizer, params in held:
-                if any(id(p) in own for p in params):
-                    optimizer.step()
+            with self.ignoring_steps():
+                for optimizer, params in held:
+                    if any(id(p) in own for p in params):
+                        optimizer.step()
         finally:
-            self._is_stepping_fragment = False
             for parameter, gradient in others:
                 parameter.grad = gradient
         for parameter in self._members[fragment]:

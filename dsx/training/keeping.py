@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.checksums import MANIFEST, read_manifest
+from dsx.checkpoint.checksums import MANIFEST, REPLACED, read_manifest
 from dsx.checkpoint.keep import counts, remove_tag, superfluous
 from dsx.checkpoint.places import Lies, by_cluster
-from dsx.checkpoint.tags import complete_tags
+from dsx.checkpoint.tags import complete_tags, put_back
 from dsx.training.copying import Copying
 from dsx.training.notices import Notices
 from dsx.training.whole import Whole
@@ -151,6 +151,17 @@ class Keeping:
     def loaded(self, path: Path) -> None:
         """Enter a checkpoint that all clusters have loaded."""
         self._common.setdefault(path.parent, set()).add(path.name)
+
+    def put_back(self, directory: Path, tag: str) -> None:
+        """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
+
+        Else the next save would delete it, and leave what other clusters may not have. On the first
+        rank; OSError.
+        """
+        common = self._common.get(directory, set())
+        if f"{tag}{REPLACED}" in common and tag not in common:
+            put_back(directory, tag)
+            common.discard(f"{tag}{REPLACED}")
 
     def marked(self, path: Path) -> None:
         """Take that a checkpoint is none to go on from any more: its manifest says so."""

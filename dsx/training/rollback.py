@@ -59,6 +59,11 @@ class Rollback:
             if not self.judge(moments)[0]:
                 self._of_script[self._loop.history.step] = path
 
+    def saved_whole(self, folder: Path, step: int) -> None:
+        """Take a library's folder as one checkpoint, and tell all clusters of it (whole.py)."""
+        self.saved(folder)
+        self._saving.keeping.hold(folder, step)
+
     def judge(self, moments: Iterable[Tensor]) -> tuple[str, bool]:
         """Say what is wrong on this rank with what is about to be saved, and whether it is doubted.
 

@@ -30,16 +30,17 @@ def write(
     is_doubtful: bool = False,
     members: tuple[int, ...] = (),
     is_preempted: bool = False,
+    tag: str | None = None,
 ) -> None:
-    directory = cluster_directory(base, cluster)
-    unfinished = begin_tag(directory, f"step{step}")
+    directory, tag = cluster_directory(base, cluster), tag or f"step{step}"
+    unfinished = begin_tag(directory, tag)
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
     mark = Manifest(
         5, step, session, num_clusters, 1, is_finished, trouble, is_preempted,
         is_doubtful=is_doubtful, members=members,
     )  # fmt: skip
-    complete_tag(directory, f"step{step}", mark)
+    complete_tag(directory, tag, mark)
 
 
 def chosen(base: Path, wanted: str | None, num_clusters: int = 2) -> list[tuple[int, str]]:

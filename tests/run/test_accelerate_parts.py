@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -42,10 +43,11 @@ from dsx.run.accelerate.refusals import (
     refuse_settings,
 )
 from dsx.run.block import RunBlock
-from dsx.run.first_step import FirstStep
+from dsx.run.first_step import FirstStep, taking_no_step
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.data_sources import Source
+from tests.checkpoint.test_tags import write
 
 BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
 
@@ -184,6 +186,25 @@ def test_weights_loaded_behind_prepare_are_refused_at_the_first_step(by: str) ->
         return
     for _ in range(2):
         optimizer.step()
+
+
+def test_a_step_of_torchs_own_to_make_an_optimizers_state_is_no_inner_step() -> None:
+    """Nor the first one, which follows with the weights that were loaded before."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    adapter, steps = TorchAdapter(model, optimizer, WholeModel()), list[bool]()
+    adapter.on_inner_step(steps.append)
+    FirstStep(adapter, [optimizer], "prepare()", "load them before")
+    handle: Any = SimpleNamespace(loop=SimpleNamespace(adapter=adapter))
+    model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    with taking_no_step(handle):
+        get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state and not steps and model.weight.eq(1).all()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RouteNotTaken):
+        optimizer.step()
+    optimizer.step()
+    assert steps == [False]
 
 
 def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) -> Any:
@@ -391,6 +412,12 @@ def test_what_was_killed_between_two_parts_leaves_the_state_that_they_were_to_re
     assert found == wanted | ({"pytorch_model_1": "pytorch_model_1"} if num_engines == 2 else {})
     assert "that of step 4, which it was to replace, is loaded" in caplog.text
     assert [step for step, *_ in told[1]] == [4]
+    second: Any = SimpleNamespace(cluster_id=1, rank=0)
+    for _ in range(2):  # saved there again, and killed in the same place
+        parts.put_back_whole(tmp_path, second, num_engines)
+        write(tmp_path, 1, 8, tag="accelerate")
+    held = parts.complete_in(tmp_path, second)
+    assert [step for step, *_ in parts.whole_states(held, num_engines)] == [4]
     told[1] = []
     assert parts.parts_to_load(handle, first, tmp_path, num_engines) is None
     (tmp_path / "cluster_0" / "accelerate" / "dsx.json").write_text("{")

@@ -43,7 +43,8 @@ def test_only_a_file_that_one_rank_writes_alone_is_written_beside_training(
     written, later = list[str](), list[Any]()
     trainer, fit, handle = fitting(
         beside=SimpleNamespace(settle=lambda: None, write=later.append),
-        write=lambda *given: None, rollback=SimpleNamespace(judge=lambda given: None),
+        write=lambda *given: None, loop=SimpleNamespace(adapter=None),
+        rollback=SimpleNamespace(judge=lambda given: None),
     )  # fmt: skip
     trainer.strategy = strategy()
     trainer.strategy.save_checkpoint = lambda held, place, options: written.append(Path(place).name)

@@ -6,179 +6,47 @@ training, and started anew on an empty disk: the same bits.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dsx.checkpoint.checksums import MANIFEST, find_damage
-from dsx.checkpoint.remote import Remote
+from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.run_folder import read_about
-from tests.distributed import free_port
 from tests.installed import needs
-from tests.run.launching import run, start, wait_for
+from tests.run.launching import run
+from tests.run.saving_clients import (
+    KINDS,
+    OF_TWO_CLUSTERS,
+    ONE_FOLDER,
+    common_steps,
+    kill_in_a_save,
+    launch,
+    models,
+    require_whole,
+    train,
+    write_configs,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-HERE = Path(__file__).parent
-SLOWLY = HERE / "saving_slowly.py"
-BLOCK = {
-    "preset": "streaming_diloco",
-    "schedule": {"interval": 2},
-    "fragments": {"num_fragments": 2},
-    "delay": {"steps": 1},
-}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A script, how it is started and resumed, and where its checkpoints lie."""
-
-    script: str
-    options: tuple[Any, ...]
-    resume: tuple[Any, ...]
-    killed_in: str  # whose save is cut short, the third
-    kept: str  # what the library leaves of cluster 0's
-    num_kept: int
-    last: int  # the step of the last save
-
-
-def config_of(at: Path, is_beside: bool = True) -> Path:
-    """Write a config; both clusters copy to one place."""
-    checkpoints = {"beside_training": is_beside, "remote": f"file://{at}/far"}
-    block = {**BLOCK, "clusters": {"num_clusters": 2}, "checkpoints": checkpoints}
-    document = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto", "zero_optimization": {"stage": 1}, "dsx": block,
-    }  # fmt: skip
-    (at / "ds.json").write_text(json.dumps(document))
-    plain = {**document, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
-    del plain["train_batch_size"]
-    (at / "plain.json").write_text(json.dumps(plain))
-    return at / "ds.json"
-
-
-TRAINER = Kind(
-    "train_with_trainer.py",
-    ("--deepspeed", "ds.json", "--output_dir", "runs", "--out", "final", "--max_steps", 9,
-     "--per_device_train_batch_size", 2, "--learning_rate", 0.01, "--max_grad_norm", 0,
-     "--lr_scheduler_type", "linear", "--logging_steps", 2, "--report_to", "none",
-     "--disable_tqdm", "True", "--seed", 0, "--save_strategy", "steps", "--save_steps", 2,
-     "--save_total_limit", 2, "--dataloader_pin_memory", "False"),
-    ("--resume_from_checkpoint", "True"),
-    "checkpoint-6", "runs/cluster_0/checkpoint-*", 2, 9,
-)  # fmt: skip
-LIGHTNING = Kind(
-    "train_with_lightning.py",
-    ("--devices", 1, "--max_steps", 9, "--every", 2, "--root", "runs", "--top_k", 1,
-     "--cluster", "{cluster_id}", "--out", "final.ckpt"),
-    ("--resume", "last"),
-    "step=6.ckpt", "runs/ck/cluster_0/*.dsx", 2, 8,
-)  # fmt: skip
-ACCELERATE = Kind(
-    "train_with_accelerate.py",
-    ("--out", "runs", "--steps_between", 8, "--told", "told_{cluster_id}"),
-    ("--resume", "runs/step_{step}"),
-    "step_24", "runs/step_*/cluster_0", 4, 32,
-)  # fmt: skip
-
-
-def launch(kind: Kind, at: Path, *more: Any, ranks: int = 2, slow: str = "") -> Any:
-    command = [
-        "python", "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port",
-        free_port(), "-m", "dsx.run", "--dsx-config", at / "plain.json",
-        "--dsx-metrics-dir", at / "record", SLOWLY, HERE / kind.script, *kind.options, *more,
-    ]  # fmt: skip
-    if kind is TRAINER:
-        del command[9:11]  # its block is in the DeepSpeed JSON
-    own = {"ACCELERATE_USE_CPU": "true"} if kind is ACCELERATE else {}
-    return command, {"SLOW_FROM": slow, **own}
-
-
-def train(kind: Kind, at: Path, *more: Any, ranks: int = 2) -> str:
-    ((status, output),) = run(launch(kind, at, *more, ranks=ranks), at=at)
-    assert status == 0, output
-    return output
-
-
-def kill_in_a_save(kind: Kind, at: Path) -> int:
-    """Start, and kill all ranks while an outer state is being written; return the step that is
-    whole at the remote place.
-    """
-    log = at / "killed.log"
-    command, environ = launch(kind, at, slow=kind.killed_in)
-    launcher = start(command, log, **environ)
-    try:
-        wait_for(launcher, log, "WRITES", 200)
-        until = time.monotonic() + 60
-        while not (steps := common_steps(at)):
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.2)
-    finally:
-        told = subprocess.run(
-            ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        )
-        parents = {int(pid): int(of) for pid, of in map(str.split, told.stdout.splitlines())}
-        ranks = [pid for pid, of in parents.items() if of == launcher.pid]
-        for pid in (launcher.pid, *ranks):
-            os.kill(pid, signal.SIGKILL)
-        launcher.wait(30)
-    return max(steps)
-
-
-def common_steps(at: Path) -> set[int]:
-    """Return the steps of what both clusters have at the remote place, whole."""
-    remote = Remote(f"file://{at}/far", "here")
-    found = [{tag["step"] for tag in remote.tags(cluster).values()} for cluster in range(2)]
-    return found[0] & found[1]
-
-
-def require_whole(at: Path) -> None:
-    """Fail unless all that says it is complete, on the disk and at the remote place, is."""
-    folders = [path.parent for path in at.rglob(MANIFEST)]
-    assert folders
-    assert [find_damage(folder) for folder in folders] == [None] * len(folders)
-
-
-def models(kind: Kind, at: Path) -> list[Any]:
-    """Return what each cluster has at the end."""
-    if kind is TRAINER:
-        from safetensors.torch import load_file
-
-        folders = (at / "runs" / f"cluster_{m}" for m in range(2))
-        loaded = [load_file(folder / "model.safetensors") for folder in folders]
-        return [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded]
-    if kind is LIGHTNING:
-        files = [at / "runs" / f"told_{m}" / "0.json" for m in range(2)]
-        return [json.loads(file.read_text())["weights"] for file in files]
-    files = [at / f"told_{m}.0.json" for m in range(2)]
-    return [json.loads(file.read_text())["after"] for file in files]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(TRAINER, marks=needs("deepspeed", "transformers", "accelerate", "datasets")),
-        pytest.param(LIGHTNING, marks=needs("lightning")),
-        pytest.param(ACCELERATE, marks=needs("accelerate")),
-    ],
-    ids=["trainer", "lightning", "accelerate"],
+    "name", [pytest.param(name, marks=needs(*kind.needs)) for name, kind in KINDS.items()]
 )
 def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
-    kind: Kind, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    config_of(tmp_path)
+    kind, url, far = KINDS[name], f"file://{tmp_path}/far", tmp_path / "far"
+    write_configs(kind, tmp_path, url)
     train(kind, tmp_path)
-    whole, far = models(kind, tmp_path), tmp_path / "far"
+    whole = models(kind, tmp_path)
     assert whole[0] == whole[1]
     require_whole(tmp_path)
-    assert kind.last in common_steps(tmp_path)  # its end waits for the last copy
+    assert kind.last in common_steps(url)  # its end waits for the last copy
     kept = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
     assert len(kept) == kind.num_kept, kept  # what was put off is deleted as it ends
     for about in read_about(tmp_path / "record").values():
@@ -186,16 +54,133 @@ def test_killed_in_a_save_beside_training_and_gone_on_from_copies(
     for place in ("runs", "far", "record"):
         shutil.rmtree(tmp_path / place)
 
-    step = kill_in_a_save(kind, tmp_path)
+    step = kill_in_a_save(kind, tmp_path, url)
     assert 0 < step < kind.last
     cut = [path for path in (tmp_path / "runs").rglob("*") if kind.killed_in in path.name]
     assert cut and not any((path / MANIFEST).exists() for path in cut)
     require_whole(tmp_path)
     shutil.rmtree(tmp_path / "runs")  # a new machine
-    output = train(kind, tmp_path, *(part.format(step=step) for part in kind.resume))
+    output = train(kind, tmp_path, *(str(part).format(step=step) for part in kind.resume))
     assert f"{far}/cluster_0/" in output and "is fetched" in output
     assert models(kind, tmp_path) == whole
     require_whole(tmp_path)
     left = {path.relative_to(tmp_path) for path in tmp_path.glob(kind.kept)}
-    if kind is TRAINER:
+    if name.startswith("trainer"):
         assert left == kept
+
+
+def steps_below(folder: Path) -> dict[str, int]:
+    """Return the step of each tag that is complete there."""
+    return {tag: manifest["step"] for tag, manifest in complete_tags(folder).items()}
+
+
+@needs(*ONE_FOLDER.needs)
+def test_killed_twice_between_the_parts_of_one_folder_and_gone_on(tmp_path: Path) -> None:
+    """Accelerate's part is new there each time, and DeepSpeed's of before."""
+    write_configs(ONE_FOLDER, tmp_path, None)
+    train(ONE_FOLDER, tmp_path)
+    whole = models(ONE_FOLDER, tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+
+    def is_reached(log: str) -> bool:
+        return all(f"cluster_{m}/pytorch_model.unfinished" in log for m in range(2))
+
+    for resume in ((), ONE_FOLDER.resume, ONE_FOLDER.resume):
+        kill_in_a_save(ONE_FOLDER, tmp_path, None, *resume, is_reached=is_reached)
+        for m in range(2):
+            steps = steps_below(tmp_path / "runs" / "last" / f"cluster_{m}")
+            assert steps == {"accelerate": 16, "accelerate.replaced": 8, "pytorch_model": 8}
+    output = train(ONE_FOLDER, tmp_path, *ONE_FOLDER.resume)
+    assert "that of step 8, which it was to replace, is loaded" in output
+    assert models(ONE_FOLDER, tmp_path) == whole
+
+
+@needs(*OF_TWO_CLUSTERS.needs)
+def test_killed_twice_where_one_cluster_has_saved_and_hidden_by_another_runs_folder(
+    tmp_path: Path,
+) -> None:
+    kind, url, folder = OF_TWO_CLUSTERS, f"file://{tmp_path}/far", tmp_path / "runs" / "last"
+    write_configs(kind, tmp_path, url)
+    train(kind, tmp_path)
+    whole = models(kind, tmp_path)
+    (tmp_path / "runs").rename(tmp_path / "other")
+    shutil.rmtree(tmp_path / "far")
+    newest = folder / "cluster_0" / "accelerate" / MANIFEST
+    for resume in ((), kind.resume, kind.resume):
+        known = newest.stat().st_mtime_ns if resume else 0
+
+        def is_reached(log: str, known: int = known) -> bool:
+            is_new = newest.is_file() and newest.stat().st_mtime_ns != known
+            return is_new and steps_below(newest.parents[1])["accelerate"] == 32
+
+        assert kill_in_a_save(kind, tmp_path, url, *resume, is_reached=is_reached) == 16
+        ahead = {"accelerate": 32, "accelerate.replaced": 16}
+        assert steps_below(folder / "cluster_0") == ahead
+        assert steps_below(folder / "cluster_1") == {"accelerate": 16}
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "other" / "last" / "cluster_0", folder / "cluster_0")
+    ((status, output),) = run(launch(kind, tmp_path, *kind.resume), at=tmp_path)
+    assert status != 0
+    assert "all clusters have it as of step 16: to load that, move runs/last away" in output
+    folder.rename(tmp_path / "away")
+    train(kind, tmp_path, *kind.resume)
+    assert models(kind, tmp_path) == whole
+
+
+@needs(*KINDS["lightning"].needs)
+def test_a_file_of_lightnings_is_written_beside_training_as_it_is_at_once(tmp_path: Path) -> None:
+    """With what a state dict says of its modules; under a name that all clusters have free."""
+    kind, found = KINDS["lightning"], list[Any]()
+    for is_beside in (False, True):
+        write_configs(kind, tmp_path, None, is_beside)
+        taken = tmp_path / "runs" / "ck" / "cluster_1" / "epoch=0-step=4.ckpt"
+        taken.parent.mkdir(parents=True)
+        taken.write_text("of another run")
+        train(kind, tmp_path, "--top_k", -1)
+        assert taken.read_text() == "of another run"
+        ways = [torch.load(path, weights_only=False) for path in files_of(tmp_path)]
+        assert [one["global_step"] for one in ways] == [2, 4, 6, 8, 8] * 2
+        found.append(ways)
+        shutil.rmtree(tmp_path / "runs")
+    for at_once, beside in zip(*found, strict=True):
+        of_modules = beside["state_dict"]._metadata
+        assert of_modules["first"] == {"version": 1}
+        assert of_modules == at_once["state_dict"]._metadata
+        require_equal(at_once, beside)
+
+
+def files_of(at: Path) -> list[Path]:
+    """Return the checkpoints of both clusters; what one cluster's disk has is taken in both."""
+    names = [f"epoch=0-step={step}.ckpt" for step in (2, "4-v1", 6, 8)]
+    return [
+        at / "runs" / "ck" / f"cluster_{m}" / name
+        for m in range(2)
+        for name in (*names, "last.ckpt")
+    ]
+
+
+def require_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert [*one] == [*other]
+        for name, value in one.items():
+            require_equal(value, other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            require_equal(first, second)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@needs(*KINDS["lightning"].needs)
+def test_of_weights_alone_lightning_keeps_the_last_one(tmp_path: Path) -> None:
+    """They are written, and deleted, at once; no run goes on from them."""
+    kind = KINDS["lightning"]
+    write_configs(kind, tmp_path, None)
+    train(kind, tmp_path, "--weights_only")
+    for m in range(2):
+        left = [path.name for path in (tmp_path / "runs" / "ck" / f"cluster_{m}").iterdir()]
+        assert left == ["epoch=0-step=8.ckpt"]

@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--fsdp", type=int, default=0)
     parser.add_argument("--max_norm", type=float, default=0.0)
     parser.add_argument("--steps_between", type=int, default=0)
+    parser.add_argument("--folder", default="step_{}")
     parser.add_argument("--resume")
     parser.add_argument("--stops_here", type=int)
     parser.add_argument("--step_seconds", type=float, default=0.0)
@@ -124,8 +125,7 @@ def main() -> None:
         accelerator.load_state()
     elif args.resume:
         accelerator.load_state(args.resume)
-        steps = int(Path(args.resume).name.removeprefix("step_"))
-        first_epoch, skipped = divmod(steps, len(train))
+        first_epoch, skipped = divmod(seen.batches, len(train))
     overall, is_stopped = first_epoch * (0 if args.stream else len(train)) + skipped, False
     for epoch in range(first_epoch, args.epochs):
         model.train()
@@ -151,7 +151,7 @@ def main() -> None:
                 time.sleep(args.step_seconds)
             if args.steps_between and overall % args.steps_between == 0:
                 accelerator.save_state(
-                    None if args.automatic else os.path.join(args.out, f"step_{overall}")
+                    None if args.automatic else os.path.join(args.out, args.folder.format(overall))
                 )
             if args.stops_here is not None:
                 if overall == 5 and args.stops_here:

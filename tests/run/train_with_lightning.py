@@ -32,6 +32,8 @@ parser.add_argument("--out", default="final.ckpt")
 parser.add_argument("--root", default="runs")
 parser.add_argument("--data", default="map")
 parser.add_argument("--manual", action="store_true")
+parser.add_argument("--one_file", action="store_true")  # of all shards
+parser.add_argument("--weights_only", action="store_true")
 parser.add_argument("--config", default=None)
 parser.add_argument("--max_time", default=None)
 parser.add_argument("--callback", default=None)
@@ -147,8 +149,9 @@ def as_list(tensor: Tensor) -> Any:
 def make_strategy() -> Any:
     if args.strategy == "fsdp2":
         return ModelParallelStrategy(
-            data_parallel_size=args.devices, tensor_parallel_size=1, process_group_backend="gloo"
-        )
+            data_parallel_size=args.devices, tensor_parallel_size=1, process_group_backend="gloo",
+            save_distributed_checkpoint=not args.one_file,
+        )  # fmt: skip
     if args.strategy == "deepspeed":
         config = json.loads(Path(args.config).read_text())
         return DeepSpeedStrategy(config=config, process_group_backend="gloo")
@@ -164,7 +167,8 @@ def main() -> None:
     if args.every or args.by:
         checkpoint = ModelCheckpoint(
             f"{args.root}/ck", monitor=args.by, save_top_k=args.top_k,
-            every_n_train_steps=args.every or None, save_last=True,
+            every_n_train_steps=args.every or None, save_last=not args.weights_only,
+            save_weights_only=args.weights_only,
         )  # fmt: skip
         callbacks.append(checkpoint)
     if args.patience:

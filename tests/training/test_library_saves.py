@@ -21,7 +21,7 @@ from dsx.checkpoint.tags import complete_tags
 from dsx.run.hugging_face import saves
 from dsx.run.lightning.own_file import OwnFile, copied
 from dsx.training.whole import Whole, find_inner_damage, unmark
-from tests.checkpoint.test_tags import write
+from tests.checkpoint.test_tags import chosen, write
 from tests.distributed import run_distributed
 from tests.telemetry.trace.runs import block
 from tests.tiny import TinyNet, batch
@@ -192,6 +192,30 @@ def test_a_cluster_that_has_saved_nothing_comes_to_the_end_with_the_others(tmp_p
     assert run_distributed(train_where_one_cluster_saves, 2, str(tmp_path)) == [3, 3]
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
+    is_loaded: bool, tmp_path: Path
+) -> None:
+    """Cluster 0 has saved `last` each time, cluster 1 never since step 4."""
+    clusters = Clusters(tmp_path)
+    own, keeping = tmp_path / "cluster_0", clusters.all[0]
+    for cluster, step in ((0, 4), (1, 4), (0, 8)):
+        write(tmp_path, cluster, step, tag="last")
+    assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
+    if is_loaded:
+        keeping.loaded(own / "last.replaced")
+    keeping.put_back(own, "last")  # as each save begins
+    steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
+    assert steps == ({"last": 4} if is_loaded else {"last": 8, "last.replaced": 4})
+    write(tmp_path, 0, 8, tag="last")
+    if is_loaded:
+        assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
+        write(tmp_path, 1, 8, tag="last")
+        assert chosen(tmp_path, "last") == [(0, "last"), (1, "last")]
+        keeping.put_back(own, "last")
+        assert complete_tags(own)["last"]["step"] == 8
+
+
 class Kept:
     """A handle of one rank whose deletions wait."""
 
@@ -202,6 +226,7 @@ class Kept:
         self.beside: Any = SimpleNamespace(settle=lambda: None)
         self.keeping: Any = self
         self.preemption = SimpleNamespace(is_saving=False)
+        self.rollback: Any = SimpleNamespace(saved_whole=lambda folder, step: None)
         self.not_saved: Any = None
 
     def begin(self) -> None:

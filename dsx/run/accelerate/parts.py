@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, REPLACED
-from dsx.checkpoint.tags import cluster_directory, complete_tags
+from dsx.checkpoint.tags import cluster_directory, complete_tags, put_back
 from dsx.comm.world import World
 from dsx.training.handle import Handle
 
@@ -40,6 +40,12 @@ def whole_states(tags: Tags, num_engines: int) -> list[State]:
     return [(*key, [of_part[key] for of_part in of_parts]) for key in newest]
 
 
+def has_common(handle: Handle, own: Sequence[State]) -> bool:
+    """Whether all clusters hold one of these states of a folder. Collective over all of them."""
+    everyone = handle.gather([[step, run] for step, run, _ in own])
+    return any(all(one in held for held in everyone) for one in everyone[0])
+
+
 def parts_to_load(
     handle: Handle, world: World, folder: Path, num_engines: int
 ) -> dict[str, str] | None:
@@ -63,6 +69,20 @@ def parts_to_load(
                 )  # fmt: skip
             return dict(zip(parts, names, strict=True))
     return None
+
+
+def put_back_whole(folder: Path, world: World, num_engines: int) -> None:
+    """Put back a part that has been written without its others, before it is written again.
+
+    Else that would delete the state that is whole. The first rank does it; OSError.
+    """
+    if world.rank != 0:
+        return
+    for _, _, tags in whole_states(complete_in(folder, world), num_engines)[:1]:
+        for tag in tags:
+            if tag.endswith(REPLACED):
+                directory = cluster_directory(folder, world.cluster_id)
+                put_back(directory, tag.removesuffix(REPLACED))
 
 
 def _parts(num_engines: int) -> list[str]:

@@ -37,7 +37,8 @@ class Saves:
     def __init__(self, handle: Handle, world: World, checkpoints: CheckpointsConfig) -> None:
         self._handle, self._world = handle, world
         self._is_later = checkpoints.is_later
-        self._whole = Whole(world.rank == 0, lambda folder: None, self._complete, handle.not_saved)
+        told = handle.rollback.saved_whole, handle.not_saved
+        self._whole = Whole(world.rank == 0, lambda folder: None, *told)
 
     def begin(self, folder: Path, handles: Collection[Handle], num_engines: int) -> None:
         """Take that a save to this cluster's folder begins. On all ranks."""
@@ -67,10 +68,6 @@ class Saves:
             for path in older(newest, self._world.cluster_id, limit):
                 is_deleted(partial(remove_part, cluster_directory(path, self._world.cluster_id)))
 
-    def _complete(self, folder: Path, step: int) -> None:
-        self._handle.rollback.saved(folder)
-        self._handle.keeping.hold(folder, step)
-
 
 def older(newest: Path, cluster_id: int, limit: int) -> list[Path]:
     """Return the folders of automatic names that hold something of a cluster, but the last few."""
@@ -91,13 +88,18 @@ def remove_part(own: Path) -> None:
 
 
 def bring(
-    handle: Handle, world: World, base: Path, on_disk: Collection[str], wanted: str | None = None
+    handle: Handle,
+    world: World,
+    base: Path,
+    on_disk: Collection[str],
+    wanted: str | None = None,
+    is_common: bool = True,
 ) -> None:
     """Fetch the newest folder below `base` that is whole in all clusters, where one lacks it.
 
-    Or the one that is `wanted`. `on_disk` are those that this cluster has complete. Collective over
-    all ranks of all clusters; ValueError where a remote place cannot be read, and no folder is on
-    the disks of all.
+    Or the one that is `wanted`. `on_disk` are those that this cluster has complete; `is_common`:
+    what is there in all clusters is of one step. Collective over all ranks of all clusters;
+    ValueError where a remote place cannot be read, and no folder is on the disks of all.
     """
     remote = handle.remote
     if remote is None:
@@ -106,7 +108,7 @@ def bring(
     everyone = handle.gather([[*from_first([*on_disk])], far, trouble])
     names = {name for own, there, _ in everyone for name in (*own, *there)}
     for name in [wanted] if wanted else sorted(names, key=_number, reverse=True):
-        if all(name in own for own, *_ in everyone):
+        if is_common and all(name in own for own, *_ in everyone):
             return
         if all(name in own or name in there for own, there, _ in everyone):
             try:

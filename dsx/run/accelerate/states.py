@@ -23,8 +23,16 @@ from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
-from dsx.run.accelerate.parts import TAG, complete_in, parts_to_load, whole_states
+from dsx.run.accelerate.parts import (
+    TAG,
+    complete_in,
+    has_common,
+    parts_to_load,
+    put_back_whole,
+    whole_states,
+)
 from dsx.run.accelerate.saves import bring
+from dsx.run.first_step import taking_no_step
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
 
@@ -71,26 +79,31 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         trained, world = _trained(loop, self, "load_state"), current_world()
         if not trained or world is None:
             return original(self, input_dir, *args, **kwargs)
-        is_named = input_dir is not None
         for one in trained:
             one.handle.beside.wait_together()  # what is being written may be what is to be loaded
-        handle, count = trained[0].handle, _num_engines(trained)
-        if is_named:
-            base = _of_run(Path(input_dir), world)
-            if handle.remote is not None:
-                is_here = bool(whole_states(complete_in(base, world), count))
-                bring(handle, world, base.parent, [base.name] if is_here else [], base.name)
-        else:
-            _require_automatic(self)
-            if handle.remote is not None:
-                held = _checkpoints(self, world, count).values()
-                bring(handle, world, _automatic_folder(self), [path.name for path in held])
-            base = _newest(self, trained, world)
+        base = _bring(self, trained, world, input_dir)
         with _named(self):
             _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))
 
     around(accelerator, "save_state", save_state)
     around(accelerator, "load_state", load_state)
+
+
+def _bring(accelerator: Any, trained: list[Trained], world: World, asked: Any) -> Path:
+    """Return the folder to load, which is fetched where a cluster lacks it. Collective over all."""
+    handle, count = trained[0].handle, _num_engines(trained)
+    if asked is None:
+        _require_automatic(accelerator)
+        if handle.remote is not None:
+            held = _checkpoints(accelerator, world, count).values()
+            bring(handle, world, _automatic_folder(accelerator), [path.name for path in held])
+        return _newest(accelerator, trained, world)
+    base = _of_run(Path(asked), world)
+    if handle.remote is not None:
+        own = whole_states(complete_in(base, world), count)
+        names, is_common = [base.name] if own else [], has_common(handle, own)
+        bring(handle, world, base.parent, names, base.name, is_common)
+    return base
 
 
 def _trained(loop: Loop, accelerator: Any, what: str) -> list[Trained]:
@@ -137,7 +150,11 @@ def _save_own(
         with on_all_ranks("save_state"):
             is_later = not engines  # theirs are written behind this one, beside training
             saving = AgreedSave(handle, directory, TAG, world.rank == 0, is_later)
-        with _engines_wait(engines, "save_checkpoint") as asked:
+        if engines:
+            with saving.part():
+                put_back_whole(directory.parent, world, len(engines))
+        handles = [one.handle for one in trained]
+        with _engines_wait(engines, "save_checkpoint") as asked, taking_no_step(*handles):
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
             saving.do(lambda place=place, one=one: one.handle.write(place))
@@ -183,7 +200,8 @@ def _load(
             "order of the data are not those of before", base, saved["num_ranks"], world.world_size,
         )  # fmt: skip
     engines = [one.model for one in trained if one.is_engine]
-    with _engines_wait(engines, "load_checkpoint") as asked:
+    handles = [one.handle for one in trained]
+    with _engines_wait(engines, "load_checkpoint") as asked, taking_no_step(*handles):
         of_accelerate(directory)
     for engine, of_engine, more in asked:
         engine.load_checkpoint(str(base), parts.get(of_engine, of_engine), **more)
@@ -198,6 +216,7 @@ def _load(
             f"of step {saved['step']}: a cluster was killed while it saved there again; load an "
             "earlier one"
         )
+    handle.keeping.loaded(directory)
 
 
 def _inner(one: Trained) -> list[Any]:

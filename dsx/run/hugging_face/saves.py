@@ -36,7 +36,8 @@ class Saves:
         is_function = hasattr(module, "rotate_checkpoints")  # of version 5, else a method
         self._owner = module if is_function else trainer
         self._name = "rotate_checkpoints" if is_function else "_rotate_checkpoints"
-        self._whole = Whole(world.rank == 0, self._show, self._complete, handle.not_saved)
+        told = handle.rollback.saved_whole, handle.not_saved
+        self._whole = Whole(world.rank == 0, self._show, *told)
         self._is_later = False
 
     def serve(self, checkpoints: CheckpointsConfig) -> None:
@@ -73,10 +74,6 @@ class Saves:
 
     def _show(self, folder: Path) -> None:
         show_to_plain(folder, self._handle.cluster_id)
-
-    def _complete(self, folder: Path, step: int) -> None:
-        self._handle.rollback.saved(folder)
-        self._handle.keeping.hold(folder, step)
 
     @contextmanager
     def _noting_deletions(self) -> Generator[list[Path], None, None]:

@@ -15,6 +15,7 @@ from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.remote import open_remote
 from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.resume_point import choose
+from dsx.run.first_step import taking_no_step
 from dsx.run.lightning.checkpoints import FILE, SUFFIX, link, tag_of, writes_folder
 from dsx.run.lightning.fit import Fit, fit_of, has_engine, is_fitting
 from dsx.run.lightning.hooks import around, known_to, modules_of
@@ -147,14 +148,16 @@ def _start(
 
 def _restore(original: Callable[..., Any], connector: Any) -> None:
     """Restore what the Trainer has, then the outer state."""
-    original()
     trainer = connector.trainer
     fit = fit_of(trainer)
-    if fit is None or fit.resume is None or not is_fitting(trainer):
+    is_here = fit is not None and is_fitting(trainer) and not has_engine(trainer.strategy)
+    if fit is None or fit.resume is None or not is_here:
+        original()
         return
-    if not has_engine(trainer.strategy):
-        fit.require_handle().load(fit.resume)
-        fit.watch_weights(trainer.strategy)
+    with taking_no_step(fit.require_handle()):
+        original()
+    fit.require_handle().load(fit.resume)
+    fit.watch_weights(trainer.strategy)
 
 
 def _load_engine(
