@@ -24,7 +24,7 @@ from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
 
-FORMAT = 10
+FORMAT = 11
 META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
 _WRAPPERS = re.compile(r"^module\.|(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -80,11 +80,12 @@ class SavedRank:
             self.meta |= {"format": 8, "engine_holds": "local"}
         if self.meta.get("format") == 8:
             self.meta |= {"format": 9, **_of_format_8(self.meta)}
-        if self.meta.get("format") == 9:  # whose means all lie there
+        # of 9 all means lie there; of 10, too, warm starts are in fp32 (warm_starts.py)
+        if self.meta.get("format") in (9, 10):
             self.meta["format"] = FORMAT
         if self.meta.get("format") != FORMAT:
             raise ValueError(
-                f"{path} is not an outer state of format {FORMAT} (or 6 to 9): found "
+                f"{path} is not an outer state of format {FORMAT} (or 6 to 10): found "
                 f"{self.meta.get('format')!r}"
             )
 

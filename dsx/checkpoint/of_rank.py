@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsx.checkpoint.files import layout
+from dsx.checkpoint.warm_starts import saved_with
 from dsx.core.types import Fragment
 from dsx.outer.loop import OuterLoop
 
@@ -48,11 +49,13 @@ def kinds(loop: OuterLoop) -> dict[str, Any]:
 
 
 def state_shape(loop: OuterLoop) -> dict[str, Any]:
-    """Return the sizes of what this rank keeps, as JSON values."""
+    """Return the sizes of what this rank keeps, as JSON values; of warm starts but the codes', as
+    of values before format 11.
+    """
     fragments = range(len(loop.adapter.fragments))
     buffers = {
         f"{name}/{p}": tensor.numel() for p in fragments for name, tensor in
-        sorted(loop.state.named_state(p).items())
+        sorted(loop.state.named_state(p).items()) if saved_with(name) == name
     }  # fmt: skip
     return {
         "rounds_under_way": loop.method.delay.rounds_under_way,

@@ -40,6 +40,7 @@ from dsx.checkpoint.pipeline_repartition import require_nothing_in_flight
 from dsx.checkpoint.reshard import Resharding
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.checkpoint.transfers import Restored, restore_all, take_stock
+from dsx.checkpoint.warm_starts import read_slot
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment
 from dsx.outer.loop import OuterLoop
@@ -167,7 +168,7 @@ def _restore_own(loop: OuterLoop, own: SavedRank) -> Restored:
     for fragment in loop.adapter.fragments:
         for name, tensor in loop.state.named_state(fragment.id).items():
             if tensor.numel():
-                tensor.copy_(own.read(f"{name}/{fragment.id}"))
+                tensor.copy_(read_slot(own, f"{name}/{fragment.id}", tensor))
     return restore_all(loop, own)
 
 

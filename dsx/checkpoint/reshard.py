@@ -41,7 +41,9 @@ from dsx.checkpoint.pipeline_repartition import Origin, find_origins, merged_his
 from dsx.checkpoint.reshard_transfers import ReshardedTransfers
 from dsx.checkpoint.rounds import restore_rounds
 from dsx.checkpoint.transfers import Restored
+from dsx.checkpoint.warm_starts import read_slot, saved_with
 from dsx.comm.topology import RankInfo
+from dsx.compress.owners import CODES
 from dsx.core.types import Fragment, History, Slot
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import NothingYet, Totals, Transfer
@@ -161,11 +163,12 @@ class Resharding:
         for name, tensor in channel.slots.items():
             if name in channel.errors or not tensor.numel():
                 continue
+            kept = saved_with(f"codec.{name}")
             holders = [
                 (rank, f"codec.{name}/{origin.fragment}")
                 for origin in self._origins[fragment.id]
                 for rank in origin.ranks
-                if f"codec.{name}/{origin.fragment}" in rank
+                if f"{kept}/{origin.fragment}" in rank
             ]
             if name == "rank":
                 ranks = [rank.read(full_name) for rank, full_name in holders]
@@ -173,12 +176,14 @@ class Resharding:
                 continue
             tensor.zero_()
             if not holders:
-                logger.warning(
-                    "no rank has saved the factors of %s: they start anew", name.removeprefix("q.")
-                )
+                if kept == f"codec.{name}":
+                    logger.warning(
+                        "no rank has saved the factors of %s: they start anew",
+                        name.removeprefix(CODES),
+                    )
                 continue
             rank, full_name = holders[0]
-            warm = rank.read(full_name)
+            warm = read_slot(rank, full_name, tensor)
             rows = min(len(warm), len(tensor))
             tensor[:rows].copy_(warm[:rows])
             if len(warm) > rows:

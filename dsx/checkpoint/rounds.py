@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.files import SavedRank
+from dsx.checkpoint.warm_starts import read_slot
 from dsx.core.types import History
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.loop import OuterLoop
@@ -42,9 +43,10 @@ def restore_rounds(
         if file is not None:
             probes = _probes_in(file, fragment.id, channel)
         if file is not None and f"before.parity_check.memory/{fragment.id}" in file:
+            kept = {**channel.before.slots, "parity_check.memory": channel.parity_check.memory}
             earlier = {
-                name: file.read(f"before.{name}/{fragment.id}")
-                for name in (*channel.before.slots, "parity_check.memory")
+                name: read_slot(file, f"before.{name}/{fragment.id}", tensor)
+                for name, tensor in kept.items()
             }
             is_settled = _settled(loop, arrived[fragment.id, next_round - 1], file, probes)
         loop.guard.begin_anew(fragment.id, _sample(fragment.id, history, file))

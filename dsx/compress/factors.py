@@ -24,11 +24,21 @@ EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
 
 
 class UpCodec:
-    """Codes of `[rows, length]`, rows <= max_rows, on their way to the owner."""
+    """Codes of `[rows, length]`, rows <= max_rows, on their way to the owner.
+
+    Values are scaled in work space of the role `room`, which no values to be coded lie in.
+    """
 
     def __init__(
-        self, wire: Wire, max_rows: int, length: int, kernels: Kernels, buffers: Buffers
+        self,
+        wire: Wire,
+        max_rows: int,
+        length: int,
+        kernels: Kernels,
+        buffers: Buffers,
+        room: str = "scaled",
     ) -> None:
+        self._room = room
         self._wire = wire
         self._length = length
         self._codec: Codec = wire.codec(max_rows * length, torch.device("cpu"), kernels, buffers)
@@ -47,14 +57,14 @@ class UpCodec:
         largest = x.abs().amax(dim=1)
         exponents = torch.frexp(largest).exponent.clamp(-126, 126)
         out[:rows].view(torch.int8).copy_(exponents)
-        scaled = self._work("scaled", tuple(x.shape))
+        scaled = self._work(self._room, tuple(x.shape))
         torch.ldexp(x, -exponents.unsqueeze(1), out=scaled)
         self._codec.encode(scaled.view(-1), out[rows:], seed)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Write the values of a message to `out` `[rows, length]`, part of a factor or whole."""
         rows = out.shape[0]
-        values = out if out.is_contiguous() else self._work("scaled", tuple(out.shape))
+        values = out if out.is_contiguous() else self._work(self._room, tuple(out.shape))
         if self._wire.is_exact:
             self._codec.decode(data, values.view(-1))
         else:
@@ -66,7 +76,7 @@ class UpCodec:
 
     def decode_add(self, data: Tensor, out: Tensor) -> None:
         """Add the values of a message to `out` `[rows, length]`."""
-        values = self._work("scaled", tuple(out.shape))
+        values = self._work(self._room, tuple(out.shape))
         self.decode(data, values)
         out.add_(values)
 

@@ -34,7 +34,13 @@ import numpy as np
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
-from dsx.compress.owners import FactorBytes, factor_bytes, factor_rounds, two_sides
+from dsx.compress.owners import (
+    FactorBytes,
+    factor_bytes,
+    factor_rounds,
+    two_sides,
+    warm_bytes,
+)
 from dsx.compress.pieces import side_work
 from dsx.compress.quantized import (
     NARROW,
@@ -227,7 +233,9 @@ class LowRank(Quantized):
     def _warm_bytes(self, fragment: Fragment, max_rank: int) -> int:
         """Return what warm starts take, and the rank that they are of."""
         taken, most = self.split(fragment)[0], max_rank or self.rank or 0
-        return 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
+        is_exact = self.factor_format.is_exact
+        sizes = self._matrices(taken, most)
+        return 8 + sum(warm_bytes(is_exact, rank, n) for _, n, rank in sizes)
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what is made anew at a time of residuals that are stored in less: what a matrix
@@ -270,9 +278,8 @@ class LowRank(Quantized):
         self, fragment: Fragment, num_clusters: int, max_rank: int
     ) -> Mapping[str, Sizes]:
         """Return what matrices work in."""
-        factors = self._factors(fragment, num_clusters, max_rank)
-        each = {role: np.full(num_clusters, size) for role, size in factors.work.items()}
-        return {**each, "sum of a factor": factors.sums}
+        work = self._factors(fragment, num_clusters, max_rank).work
+        return {role: np.full(num_clusters, size) for role, size in work.items()}
 
     def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
         """Return what pieces of matrices and their factors take."""

@@ -70,7 +70,7 @@ class LowRankChannel:
         """Warm starts, residuals, and the rank they are of."""
         named: dict[str, Tensor] = {"rank": self._rank}
         for matrix in self._matrices:
-            named[f"q.{matrix.name}"] = matrix.warm
+            named |= matrix.warm.slots
         return {**named, **{name: error.residual.stored for name, error in self.errors.items()}}
 
     @property

@@ -20,7 +20,8 @@ class Factor:
     """A factor `[r, length]` on its way to the owners of its blocks, and the means that come back.
 
     `max_rows` are sent at most. `messages`, uint8, one block behind another: what is sent, what
-    comes of the blocks owned (a row for each other cluster), and the means.
+    comes of the blocks owned (a row for each other cluster), and the means. `roles` of work space:
+    where its values lie, and where they are scaled.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Factor:
         kernels: Kernels,
         buffers: Buffers,
         messages: tuple[Tensor, Tensor, Tensor],
+        roles: tuple[str, str],
     ) -> None:
         self.blocks = blocks
         self.length = blocks[-1].stop
@@ -40,7 +42,8 @@ class Factor:
         self._wire = wire
         self._work = buffers.work
         lengths = {block.length for block in blocks}
-        self._up = {k: UpCodec(wire, max_rows, k, kernels, buffers) for k in lengths}
+        self._role, room = roles
+        self._up = {k: UpCodec(wire, max_rows, k, kernels, buffers, room) for k in lengths}
         self._down = {k: DownCodec(k, wire.is_exact) for k in lengths}
         self._sent, self._received, self._mean = messages
         self.rows = self.rank = 0
@@ -77,7 +80,7 @@ class Factor:
         num_clusters = self._seat.num_clusters
         received = [self.received_from(position) for position in range(num_clusters)]
         for block, copies in zip(self._own, zip(*received, strict=True), strict=True):
-            mean = self._work("sum of a factor", (self.rows, block.length))
+            mean = self._work(self._role, (self.rows, block.length))
             up = self._up[block.length]
             up.decode(copies[0], mean)
             for data in copies[1:]:

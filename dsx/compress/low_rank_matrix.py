@@ -2,7 +2,9 @@
 
 Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
 call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
-are used: in work space that all matrices of a rank take turns with (`Opening.turns`).
+are used: in work space that all matrices of a rank take turns with (`Opening.turns`). There are two
+vectors of it: P and what it comes to lie in one, Q and what it is made of in the other, and one
+factor is scaled, to be coded, where the other would lie.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dsx.compress.factor_products import Products
 from dsx.compress.factors import UpCodec
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
+from dsx.compress.warm_start import WarmStart
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.membership import Seat
@@ -69,21 +72,23 @@ class LowRankMatrix:
         turns = opening.turns.buffers
         self._work = turns.work
         self._products = products
-        self.warm = opening.state.zeros(max_rank, self._n)
         self.probed = opening.buffers.zeros(NUM_PROBES, self._m)
         wire, kernels = settings.factor_format, settings.kernels
+        self.warm = WarmStart(slot.name, max_rank, self._n, wire.is_exact, opening.state)
         sizes = factor_sizes(max_rank, wire, owners, seat.position)
         sent = messages.zeros(sizes.sent, dtype="uint8")
         received = messages.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
         means = [messages.zeros(size, dtype="uint8") for size in (sizes.mean_p, sizes.mean_q)]
         self.p, self.q = (
-            Factor(blocks, rows, wire, seat, kernels, turns, (sent, received, mean))
-            for blocks, mean in zip((owners.p, owners.q), means, strict=True)
+            Factor(blocks, rows, wire, seat, kernels, turns, (sent, received, mean), roles)
+            for blocks, mean, roles in zip(
+                (owners.p, owners.q), means, (("p", "q"), ("q", "p")), strict=True
+            )
         )
         self._told = messages.zeros(sizes.told, dtype="uint8")
         self._sums_wire = of_sums(wire)
         self._sums = {
-            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, turns)
+            block.length: UpCodec(self._sums_wire, rows, block.length, kernels, turns, "q")
             for block in (owners.p if owners.is_cut else ())
         }
         self._total_square = self._missed_square = 0.0
@@ -93,7 +98,7 @@ class LowRankMatrix:
         slot = self._slot
         self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
         self.rank, self._round = rank, round
-        self._num_warm = min(rank, self._warm_rank())
+        self._num_warm = min(rank, self.warm.num_directions)
 
     def probe(self) -> None:
         """Let the probes see the matrix, before a residual is added: what a residual has collected
@@ -151,7 +156,7 @@ class LowRankMatrix:
         """Make a P that is cut orthonormal, of what all owners of blocks have told."""
         if not self.is_cut or not self.averages_p:
             return
-        mean = self._work("sum of a factor", (self.rank + NUM_PROBES, self._m))
+        mean = self._work("p", (self.rank + NUM_PROBES, self._m))
         for block, data in self._told_blocks():
             self._sums[block.length].decode(data, mean[:, block.start : block.stop])
         self._orthonormalise(mean)
@@ -169,9 +174,7 @@ class LowRankMatrix:
 
     def take_q(self) -> None:
         """Keep the mean Q as the next start."""
-        codes, scales = self._codes(is_p=False)
-        self.warm.zero_()
-        torch.mul(codes, scales, out=self.warm[: self.rank])
+        self.warm.take(self.q)
         self._num_warm = self.rank
 
     def write_mean(self) -> None:
@@ -192,7 +195,7 @@ class LowRankMatrix:
         The values are those of the r x r Gram of Q. With a residual that holds what residuals have
         collected, too, of which the probes see nothing: they then tell of the share that is missed.
         """
-        warm = self.warm[: self.rank].double()
+        warm = self.warm.read(self._work("q", (self.rank, self._n))).double()
         squares = torch.linalg.eigvalsh(warm @ warm.T).flip(0).clamp_(min=0).float()
         kept = float(squares.sum())
         if not has_residual:
@@ -233,7 +236,7 @@ class LowRankMatrix:
     def _random(self) -> Tensor:
         """Return the round's random directions `[rank, n]`, and the probes below them."""
         generator = torch.Generator().manual_seed(self._seed + 104_729 * self._round)
-        return self._work("right", (self.rank + NUM_PROBES, self._n)).normal_(generator=generator)
+        return self._work("q", (self.rank + NUM_PROBES, self._n)).normal_(generator=generator)
 
     def _start(self) -> Tensor:
         """Return the directions `[rank, n]` to start from: those kept, then random ones.
@@ -242,11 +245,7 @@ class LowRankMatrix:
         """
         count = self._num_warm
         is_warm = count == self.rank
-        right = self._work("right", (count, self._n)) if is_warm else self._random()[: self.rank]
-        start = right[:count].copy_(self.warm[:count])
+        right = self._work("q", (count, self._n)) if is_warm else self._random()[: self.rank]
+        start = self.warm.read(right[:count])
         start.div_(start.abs().amax(dim=1, keepdim=True).clamp_(min=_TINY))
         return right
-
-    def _warm_rank(self) -> int:
-        """Return how many directions are kept from the last round."""
-        return int(self.warm.any(dim=1).sum())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dsx.compress.wire.base import Kernels, Wire
     from dsx.core.types import Slot
 
+CODES, SCALES = "q.", "q_scale."  # before a matrix's name, what it starts its next round from
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 EXPONENT_BYTES = 1  # per row, up
 SCALE_BYTES = 2  # per column, down
@@ -95,6 +96,11 @@ def down_bytes(is_exact: bool, rows: int, length: int) -> int:
     return 4 * rows * length if is_exact else rows * length + length * SCALE_BYTES
 
 
+def warm_bytes(is_exact: bool, rank: int, length: int) -> int:
+    """Return what the directions that a matrix starts from take: codes and scales, or values."""
+    return 4 * rank * length if is_exact else rank * length + 4 * length
+
+
 def of_sums(wire: Wire) -> Wire:
     """Return the format in which block means of a P that is cut go to who makes it orthonormal."""
     return wire if wire.is_exact else FORMATS["int8"]()
@@ -154,14 +160,11 @@ def factor_sizes(max_rank: int, wire: Wire, owners: Owners, position: int) -> Fa
 class FactorBytes(NamedTuple):
     """What the matrices of a channel take: messages, by cluster, what probes have seen, and work
     space by role.
-
-    `sums` is of the work space what a cluster adds a factor up in, the largest that it owns.
     """
 
     messages: Sizes
     probes: int
     work: Mapping[str, int]
-    sums: Sizes
 
 
 def factor_bytes(
@@ -169,7 +172,7 @@ def factor_bytes(
 ) -> FactorBytes:
     """Return what the matrices `(m, n, largest rank)` of a channel take, warm starts apart."""
     by_matrix = factor_owners(matrices, num_clusters, first)
-    num_bytes, sums = (np.zeros(num_clusters, dtype=np.int64) for _ in range(2))
+    num_bytes = np.zeros(num_clusters, dtype=np.int64)
     work, probes = dict[str, int](), 0
     alike = Counter(zip(matrices, by_matrix, strict=True))
     for ((m, n, rank), owners), count in alike.items():
@@ -186,18 +189,17 @@ def factor_bytes(
         held = sizes.sent + sizes.mean_p + sizes.mean_q
         probes += count * 4 * NUM_PROBES * m
         num_bytes += count * (held + told + (num_clusters - 1) * received.max(axis=0))
-        for block, height in [(b, rows) for b in owners.p] + [(b, rank) for b in owners.q]:
-            sums[block.owner] = max(sums[block.owner], 4 * height * block.length)
-        sums[owners.qr] = max(sums[owners.qr], 4 * rows * m)
-        most = max([rows * b.length for b in owners.p] + [rank * b.length for b in owners.q])
+        scaled_p, scaled_q = (max(b.length for b in blocks) for blocks in (owners.p, owners.q))
+        most = max(rows * scaled_p, rank * scaled_q)
+        # each holds its factor, or of the other one a block that is scaled
         needed = {
-            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n, "scaled": 4 * most,
+            "p": 4 * max(rows * m, rank * scaled_q), "q": 4 * rows * max(n, scaled_p),
         }  # fmt: skip
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
         codecs = [item for each in formats for item in each.work(most, kernels).items()]
         for role, size in (*needed.items(), *codecs):
             work[role] = max(work.get(role, 0), size)
-    return FactorBytes(num_bytes, probes, work, sums)
+    return FactorBytes(num_bytes, probes, work)
 
 
 @lru_cache(maxsize=1024)

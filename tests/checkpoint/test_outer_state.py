@@ -350,7 +350,7 @@ def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no outer state at"):
         load_state(run.loops[0], tmp_path, rank_info(0), {})
     save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
-    with pytest.raises(ValueError, match="is not an outer state of format 10"):
+    with pytest.raises(ValueError, match="is not an outer state of format 11"):
         load_state(run.loops[0], tmp_path, rank_info(0), {})
     rank_file(tmp_path, 0).write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match="dsx_rank_00000.safetensors cannot be read"):

@@ -93,3 +93,17 @@ def test_messages_in_factors_lie_where_those_in_codes_do() -> None:
     (told,) = {*method.buffer_bytes(fragment, CLUSTERS, 8)}
     in_codes = method.message_bytes([(0, fragment.numel)], CLUSTERS)[0]
     assert in_codes <= own.buffers.num_bytes <= told
+
+
+@pytest.mark.parametrize("factor_wire", ["int4", "fp32"])
+def test_factors_are_made_in_two_vectors(factor_wire: str) -> None:
+    """P and Q, with what each is made of, added up in and scaled in; as long as was said."""
+    method = plain_low_rank(rank=8, wire="fp32", factor_wire=factor_wire)
+    buffers, told = Buffers(), dict[str, int]()
+    trained(channels_of(method, Turns(buffers)))
+    for fragment in FRAGMENTS:
+        for role, sizes in method.work_in_turn(fragment, CLUSTERS, 8).items():
+            told[role] = max(told.get(role, 0), int(max(sizes)))
+    found = {role: t.numel() * t.element_size() for (role, _), t in buffers._work.items()}
+    assert factor_wire == "int4" or found.keys() == {*"pq"}  # codes take a tile beside them
+    assert {role: found[role] for role in "pq"} == {role: told[role] for role in "pq"}
