@@ -18,6 +18,7 @@ import typer
 from dsx.bench.chaos.command import chaos
 from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
+from dsx.bench.cores.command import cores
 from dsx.bench.e2e.command import e2e
 from dsx.bench.engines.command import engines
 from dsx.bench.examples.command import examples
@@ -44,6 +45,7 @@ app.command()(wall_clock)
 app.command()(links)
 app.command()(chaos)
 app.command()(heal)
+app.command()(cores)
 app.command()(telemetry)
 app.command()(gpu)
 app.command()(start)

@@ -145,8 +145,8 @@ def take_stock(loop: OuterLoop) -> Generator[Stock, None, None]:
             transfer.attempt.is_finite()
             loop.attempts.require_coded(transfer.attempt)
     with ExitStack() as gates:
-        gates.enter_context(loop.state.gate)
         for channel in loop.state.channels:
+            gates.enter_context(channel.gate)  # first: whoever opens it anew makes another `before`
             gates.enter_context(channel.before.gate)
         own = [not isinstance(t, Transfer) or t.pending.has_arrived for t in loop.in_flight]
         arrived = own

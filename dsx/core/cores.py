@@ -17,6 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dsx.core.waits import give_sign, waiting_for
 
 Turn = Callable[[], AbstractContextManager[object]]
+OF_AN_ACCELERATOR = (
+    2  # that training keeps: it launches kernels on one, and its backward on another
+)
 WHAT = "a turn to code (coding.cores)"
 
 _ONE_AT_A_TIME = threading.Lock()  # of those who set their threads

@@ -161,8 +161,9 @@ class Attempts:
         buffers = attempt.buffers
         assert buffers.kept is not None
         if attempt.is_finite():
-            with turn_inside(self._state.gate, self._state.resources.turn):
-                self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
+            channel = self._state.channels[attempt.what.fragment]
+            with turn_inside(channel.gate, self._state.resources.turn):
+                channel.encode(buffers.wire, attempt.launch)
             attempt.square = square_of(buffers.wire)  # there, not where the masters are
         if self._stream is None:
             buffers.kept.copy_(buffers.wire)
@@ -193,8 +194,9 @@ class Attempts:
         own = self._transport.seat.cluster_id
         was_encoded = own not in (*parity.refused_by, *parity.differing)
         if self._method.encodes_at_launch and was_encoded and kept is not None:
-            with self._state.gate:
-                self._state.channels[attempt.what.fragment].take_back(kept)
+            channel = self._state.channels[attempt.what.fragment]
+            with channel.gate:
+                channel.take_back(kept)
 
     def _exchange(self, attempt: Attempt, sync_params: SyncParams) -> Exchange:
         """Make an attempt under the membership in force when its first round is due."""

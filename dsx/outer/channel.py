@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from inspect import signature
+from threading import Lock
 from types import MappingProxyType
 from typing import cast
 
@@ -33,6 +34,9 @@ class FragmentChannel:
     All of its buffers are those of one membership, until it is opened under another. What `opening`
     returns is for the codec, if it takes that: one of your own may do without. A `turn` is held
     while something is coded, or hashed.
+
+    The `gate` is held while it is opened anew, looked at for a checkpoint, or coded at a launch;
+    each fragment has its own, so that none waits for another's coding, or for its state on a disk.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class FragmentChannel:
         self._opening = opening
         self._max_norm_ratio = max_norm_ratio
         self._turn = turn
+        self.gate = Lock()
         self._open(seat)
 
     def _open(self, seat: Seat) -> None:

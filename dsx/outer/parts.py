@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer
-from dsx.outer import work_space
+from dsx.outer.work_space import part_length
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def parts_of(
 
     For a launch, or for the outer step that `rule` takes.
     """
-    goes_in_parts = device.type == "cpu" and work_space.is_cut(method, rule)
-    length = work_space.LONGEST if goes_in_parts else max(numel, 1)
+    length = max(part_length(numel, method, device.type != "cpu", rule), 1)
     for start in range(0, max(numel, 1), length):
         yield Part(start, min(start + length, numel))
 

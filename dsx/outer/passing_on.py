@@ -11,6 +11,9 @@ mean that comes of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from dsx.core.types import Fragment
 from dsx.method.delay.base import DelayPolicy
 from dsx.method.method import Method
 
@@ -21,3 +24,14 @@ def passes_on(method: Method, is_on_accelerator: bool, is_on_disk: bool) -> bool
     is_next = delay.rounds_under_way > 0 and type(delay).is_ripe is DelayPolicy.is_ripe
     is_plain = method.keeps is None and not method.encodes_at_launch
     return is_next and is_plain and not (method.schedule.when or is_on_accelerator or is_on_disk)
+
+
+def lent_bytes(
+    method: Method, on_the_wire: Sequence[Fragment], is_on_accelerator: bool, is_on_disk: bool
+) -> int:
+    """Return the bytes of host memory more, for a while, that launches of all fragments are lent.
+
+    Where none can take the memory of a mean: a boundary is left for a stop, or a round made again.
+    """
+    is_lent = passes_on(method, is_on_accelerator, is_on_disk)
+    return 4 * sum(fragment.numel for fragment in on_the_wire) if is_lent else 0

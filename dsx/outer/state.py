@@ -110,7 +110,7 @@ class StateStore:
         ]
         # told of a fragment whose anchor, and the outer optimizer's buffers, are about to change
         self.before_write: Callable[[int], object] = lambda fragment: None
-        self.gate = Lock()  # while channels are opened anew, or looked at
+        self._reopening = Lock()  # one channel at a time
         self._work_lengths = work_lengths(
             method, fragments, travels_otherwise(fragments, on_the_wire),
             adapter.device.type != "cpu", self.is_on_disk,
@@ -156,7 +156,7 @@ class StateStore:
         channels = self.channels if fragment is None else self.channels[fragment : fragment + 1]
         for channel in channels:
             if channel.seat.membership != seat.membership:
-                with self.gate:
+                with self._reopening, channel.gate:
                     channel.open(seat.of_shard(channel.seat.shard))
 
     def more_buffers(self, fragment: int, round: int) -> TransferBuffers:

@@ -27,6 +27,17 @@ def is_cut(method: Method, rule: OuterOptimizer | None = None) -> bool:
     )
 
 
+def part_length(
+    numel: int, method: Method, is_on_accelerator: bool, rule: OuterOptimizer | None = None
+) -> int:
+    """Return the elements of a part of a fragment of `numel`, of all parts but the last.
+
+    Of a launch, or of the outer step that `rule` takes; `is_on_accelerator`: where the state is.
+    """
+    is_whole = is_on_accelerator or not is_cut(method, rule)
+    return numel if is_whole else min(numel, LONGEST)
+
+
 def says(policy: object, flag: str) -> bool:
     """Whether a policy says so, of what it does itself: not a class that it has been made of."""
     for kind in type(policy).__mro__:
@@ -56,8 +67,7 @@ def work_lengths(
     `is_on_accelerator`: outer steps are taken there; `is_on_disk`: the state is.
     """
     whole = max((fragment.numel for fragment in fragments), default=0)
-    goes_in_parts = is_cut(method, method.outer_optimizer) and not is_on_accelerator
-    part = min(whole, LONGEST) if goes_in_parts else whole
+    part = part_length(whole, method, is_on_accelerator, method.outer_optimizer)
     sees_all = method.staleness.is_active or not method.outer_optimizer.keeps_anchor
     lengths = {
         "mean": whole if is_on_accelerator or is_put_together else part,

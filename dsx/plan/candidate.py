@@ -27,6 +27,7 @@ class Candidate:
     contributions: int
     is_state_on_host: bool
     is_fitting: bool
+    coding_cores: int | None = None  # that the plan has chosen
 
     @property
     def interval(self) -> int:

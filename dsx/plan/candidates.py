@@ -60,7 +60,8 @@ class Question:
 
     `memory_limit` is in bytes of one accelerator, beside what the inner engine takes where that is
     known; `target` a share of the time; `streams` the connections with which the link was measured;
-    `coding_cores` the number that a run is to be told, None for its own.
+    `coding_cores` the number that a run is to be told, None for what the plan chooses, or for its
+    own; `cores_beside` those of a rank that training leaves, if that is known.
     """
 
     model: PlannedModel
@@ -73,6 +74,7 @@ class Question:
     memory_limit: int | None = None
     streams: int = 1
     coding_cores: int | None = None
+    cores_beside: int | None = None
 
     def __post_init__(self) -> None:
         require_number("step_seconds", self.step_seconds, 1e-6, 1e9)
@@ -148,22 +150,28 @@ class Search:
             lambda: self.question.model.loads(method.fragments, compression),
         )
 
-    def predict(self, method: Method, link: Link | None = None) -> Prediction:
-        """Return what a method does, on the question's link or another one."""
+    def predict(
+        self, method: Method, link: Link | None = None, cores: int | None = None
+    ) -> Prediction:
+        """Return what a method does, on the question's link and cores or on others."""
         question = self.question
         link = link or question.link
+        costs = self._once(
+            ("costs", cores),
+            lambda: question.costs if cores is None else replace(question.costs, cores=cores),
+        )
         delay = method.delay.steps, method.delay.rounds_under_way
         return self._once(
-            ("prediction", _seen_by_link(method), method.schedule, delay, link),
+            ("prediction", _seen_by_link(method), method.schedule, delay, link, cores),
             lambda: predict_traffic(
-                method, self._traffic_of(method), question.step_seconds, link, question.costs
+                method, self._traffic_of(method), question.step_seconds, link, costs
             ),
         )
 
     def at(self, candidate: Candidate, bits_per_second: float) -> Prediction:
         """Return what a candidate does on a link of another rate."""
         link = replace(self.question.link, bits_per_second=bits_per_second)
-        return self.predict(candidate.method, link)
+        return self.predict(candidate.method, link, candidate.coding_cores)
 
     def least_bits_per_second(self, candidate: Candidate) -> float | None:
         """Return the raw rate at which a candidate reaches the target at its H; None if none does.

@@ -74,7 +74,10 @@ Launch = Annotated[
     Path | None, _option("The JSON of dsx bench launch: the training thread's own work.", "FILE")
 ]
 CodingCores = Annotated[
-    int | None, _option("coding.cores: those of a rank's coding; default: one for each transfer.")
+    int | None, _option("coding.cores: those of a rank's coding; default: as few as hide it.")
+]
+CoresPerRank = Annotated[
+    int | None, _option("Cores of a host by its ranks: no more are planned with for coding.")
 ]
 Top = Annotated[int | None, typer.Option(help="Presets shown; default all.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -113,6 +116,7 @@ def plan(
     save_seconds: SaveSeconds = None,
     launch: Launch = None,
     coding_cores: CodingCores = None,
+    cores_per_rank: CoresPerRank = None,
     top: Top = None,
     json: Json = False,
     json_file: JsonFile = None,
@@ -132,7 +136,7 @@ def plan(
         from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval, egress_price, gpu_hour_price, steps, mtbf, heal_seconds,
-        save_every, save_seconds, launch, coding_cores,
+        save_every, save_seconds, launch, coding_cores, cores_per_rank,
     )  # fmt: skip
     outputs = show.Outputs(top, json, json_file, plot)
     if not show.show_plan(question.read_question(given), outputs, Console()):

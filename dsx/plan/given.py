@@ -31,6 +31,7 @@ BOUNDS = {
     "save_every": (1, 1e12),
     "save_seconds": (0, 1e9),
     "coding_cores": (1, 4096),
+    "cores_per_rank": (1, 4096),
 }
 _GOES_WITH = {
     "mfu": "gpu",
@@ -77,6 +78,7 @@ class Given:
     save_seconds: float | None = None
     launch: Path | None = None
     coding_cores: int | None = None
+    cores_per_rank: int | None = None
 
 
 def require_sense(given: Given) -> None:
@@ -93,6 +95,11 @@ def require_sense(given: Given) -> None:
             )
     if given.gbps is not None and given.link is not None:
         raise ValueError("--gbps and --link give the line twice; leave one out")
+    if given.coding_cores is not None and given.cores_per_rank is not None:
+        raise ValueError(
+            "--coding-cores says on how many cores a rank codes, which --cores-per-rank has the "
+            "plan choose; leave one out"
+        )
 
 
 def _option(name: str) -> str:

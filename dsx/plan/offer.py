@@ -45,8 +45,9 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
         block.setdefault("control", {})["min_interval"] = least
     if question.streams > 1:
         block["link"] = {"streams": question.streams}
-    if question.coding_cores is not None:
-        block["coding"] = {"cores": question.coding_cores}
+    cores = candidate.coding_cores or question.coding_cores
+    if cores is not None:
+        block["coding"] = {"cores": cores}
     if candidate.is_state_on_host:
         block["state"] = {"device": "host"}
     return block

@@ -46,7 +46,8 @@ class Prediction:
     """Of one period of `steps_per_round` inner steps, in the long run.
 
     `exposed_seconds` are what the period takes beyond its compute; `transfer_seconds` how long the
-    link is held, by one transfer after another; `bytes_per_round` the payload that the cluster with
+    link is held, by one transfer after another; `coding_seconds` how long a rank's cores for coding
+    are, all of them; `bytes_per_round` the payload that the cluster with
     most to send sends, and `bytes_by_cluster` that of each. A period in which all is sent once is a
     round; `adaptive` and `layerwise` may send some fragments more often: `transmissions` counts.
     """
@@ -59,6 +60,7 @@ class Prediction:
     steps_per_round: int
     transmissions: int
     bytes_by_cluster: tuple[float, ...]
+    coding_seconds: float = 0.0
 
 
 def predict(
@@ -85,6 +87,9 @@ def predict_traffic(
     method = _with_overlap(method, transfers, step_seconds)
     launches = launches_of(method, traffic, transfers, step_seconds)
     at_once = coded_at_once(method.compression, costs)
+    stages = traffic.num_stages
+    if at_once is not None:
+        at_once *= stages  # ranks of other stages code on cores of their own
     if method.schedule.when is not None:  # applied at the end of the same step
         seconds = _step_by_step(steps, step_seconds, launches, transfers, at_once)
     else:
@@ -103,6 +108,11 @@ def predict_traffic(
         steps_per_round=steps,
         transmissions=len(launches),
         bytes_by_cluster=tuple(totals),
+        coding_seconds=sum(
+            n * (cost.coded_before + cost.coded_after)
+            for n, cost in zip(shares, transfers, strict=True)
+        )
+        / (at_once or stages),
     )
 
 

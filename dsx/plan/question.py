@@ -15,6 +15,7 @@ from dsx.config.schema import preset
 from dsx.plan.budget import Budget
 from dsx.plan.candidates import Question
 from dsx.plan.coding import slowdown_of, slowed
+from dsx.plan.coding_cores import beside_training
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.given import BOUNDS, Given, require_sense
 from dsx.plan.launch_cost import launch_cost, read_launch_figures
@@ -68,6 +69,7 @@ def read_question(given: Given) -> Read:
         limit,
         _count(given.link, "streams") or 1,
         given.coding_cores,
+        None if given.cores_per_rank is None else beside_training(given.cores_per_rank),
     )
     budget = Budget(
         given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds,
@@ -228,7 +230,10 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     took = f"{1e9 * blocking:.3g} ns per element of a rank at launch and apply"
     facts.append(f"training thread: {took}, {told}")
     cores, of_whom = given.coding_cores, ""
-    if cores is None and run is not None:
+    if given.cores_per_rank is not None:
+        cores = beside_training(given.cores_per_rank)
+        of_whom = f", those of {given.cores_per_rank} that training leaves"
+    elif cores is None and run is not None:
         cores, of_whom = run.coding_cores, ", as the run's"
     if cores is not None:
         costs = replace(costs, cores=cores)

@@ -21,6 +21,7 @@ from dsx.plan.bill_table import cells, explain_bills, headings, money
 from dsx.plan.budget import Budget, bill_of, data_parallel_bill
 from dsx.plan.candidate import Candidate
 from dsx.plan.candidates import Question, Search
+from dsx.plan.coding_cores import in_words, with_cores
 from dsx.plan.expected_loss import ExpectedLoss, expected_loss, explain
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
@@ -47,7 +48,8 @@ def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
     """Search, and print a table or JSON; return whether the target is reached."""
     search = Search(read.question)
     candidates = ranked(search.candidates(), read.question)
-    rows = best_of_each(candidates)[: outputs.top]
+    rows = best_of_each(ranked(with_cores(best_of_each(candidates), search), read.question))
+    rows = rows[: outputs.top]
     is_reached = _meets(rows[0], read.question)
     if outputs.as_json or outputs.json_file:
         text = json.dumps(_record(read, search, rows), indent=2)
@@ -61,6 +63,8 @@ def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
         return is_reached
     _print_question(read, search, console)
     _print_table(read, search, rows, console)
+    for line in in_words(rows[0], search):
+        _say(console, line)
     if is_reached:
         _print_offer(rows[0], read.question, console)
     else:
@@ -240,6 +244,7 @@ def _candidate(row: Candidate, search: Search, budget: Budget) -> dict[str, Any]
         "num_fragments": row.num_fragments,
         "overlap_steps": row.overlap_steps,
         "rounds_late": row.method.delay.rounds_under_way,
+        "coding_cores": row.coding_cores or search.question.coding_cores,
         "codec": row.codec.name,
         "rank": row.rank,
         **{key: value for key, value in vars(row.prediction).items() if key != "bytes_by_cluster"},

@@ -20,12 +20,11 @@ import torch
 
 from dsx.compress.factor_products import require_exact
 from dsx.config.schema import DsxConfig
-from dsx.core.cores import CodingCores
+from dsx.core.cores import OF_AN_ACCELERATOR, CodingCores
 from dsx.core.engine import EngineAdapter
 from dsx.core.side_stream import SideStream, Streams
 from dsx.outer.resources import Resources
 
-_OF_AN_ACCELERATOR = 2
 _RANKS_OF_HOST = (  # of torchrun and DeepSpeed, of Horovod's kind, Open MPI and Slurm
     "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
@@ -116,4 +115,4 @@ def _quota_cores(quota: Path) -> int | None:
 
 
 def _kept_by_training() -> int:
-    return _OF_AN_ACCELERATOR if torch.cuda.is_initialized() else torch.get_num_threads()
+    return OF_AN_ACCELERATOR if torch.cuda.is_initialized() else torch.get_num_threads()

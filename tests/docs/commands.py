@@ -111,6 +111,7 @@ NOT_HERE = {  # with the reason
     "dsx bench guard": _BY_HAND + "tests/bench/test_wrong.py",
     "dsx bench engines": _BY_HAND + "tests/bench/test_engines.py",
     "bash scripts/matrix.sh": "installs other releases; what it does in tests/test_matrix.py",
+    "dsx bench cores": _BY_HAND + "tests/bench/test_cores.py",
     "dsx bench heal": _BY_HAND + "tests/bench/test_heal.py",
     "python scripts/dry_run_table.py": _BY_HAND + "tests/bench/test_dry_run_table.py",
     "dsx bench chaos": _BY_HAND + "tests/bench/test_chaos.py",

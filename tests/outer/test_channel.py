@@ -7,9 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from threading import Event, Lock
-from types import SimpleNamespace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,11 +18,9 @@ from dsx.comm.in_process import InProcessHub
 from dsx.compress.base import Compressor, Dense, Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
-from dsx.core.buffers import Opening
 from dsx.core.exchange import next_round
 from dsx.core.membership import Member, Membership, Seat
 from dsx.core.transport import Submission
-from dsx.outer.attempt import Attempt, Attempts
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.sideband import Sideband, SidebandShape
@@ -303,38 +299,6 @@ def test_residuals_are_settled_with_a_turn_that_waits_for_nobody(
             assert not has_turn.wait(0.2)
         settled.result(30.0)
     assert found == [True] and channel.before.is_settled(1)
-
-
-def test_a_launch_that_waits_for_a_turn_holds_up_no_save() -> None:
-    asked, may_code, gate = Event(), Event(), Lock()
-
-    @contextmanager
-    def turn() -> Generator[None, None, None]:
-        asked.set()
-        assert may_code.wait(30.0)
-        yield
-
-    codec = Quantized(wire="int8", error_feedback="fp32")
-    opening = partial(Opening, at_launch=1)
-    channel = FragmentChannel(codec, FRAGMENT, RANK, Seat.of(0, 2), opening, turn=turn)
-    state: Any = SimpleNamespace(
-        gate=gate, resources=SimpleNamespace(turn=turn), channels=[channel], reopen=None,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    around: Any = SimpleNamespace(follow_views=lambda reopen: None, places=None)
-    attempts = Attempts(around, state, around, around, around, around)
-    x = correlated(NUMEL, 2)[0].clone()
-    buffers: Any = SimpleNamespace(wire=x, kept=torch.zeros(NUMEL))
-    what: Any = SimpleNamespace(fragment=0)
-    attempt = Attempt(what, Launch(1), buffers, lambda: True, is_coded=False)
-    with ThreadPoolExecutor(1) as thread:
-        coded = thread.submit(attempts.require_coded, attempt)
-        assert asked.wait(30.0)
-        assert gate.acquire(timeout=5.0), "held by one that waits for cores"
-        gate.release()
-        may_code.set()
-        coded.result(30.0)
-    assert attempt.is_coded and torch.equal(buffers.kept, x) and x.any()
 
 
 @pytest.mark.parametrize("codec", [LowRank(rank=RANK), Quantized(error_feedback="fp32")])

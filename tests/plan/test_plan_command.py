@@ -360,6 +360,7 @@ def test_the_cores_of_coding_are_planned_with_and_offered() -> None:
     assert seconds[1]["diloco"] >= seconds[0]["diloco"]
     best = found["candidates"][0]
     assert best["dsx"]["coding"] == {"cores": 1} and "--dsx-coding-cores 1" in best["flags"]
-    assert "coding" not in without["candidates"][0]["dsx"]
+    chosen = without["candidates"][0]
+    assert chosen["dsx"]["coding"] == {"cores": chosen["coding_cores"]}
     with pytest.raises(AssertionError, match="--coding-cores=5000 must be 1 to 4096"):
         answer(*asked, "--coding-cores", "5000")

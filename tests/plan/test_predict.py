@@ -164,7 +164,8 @@ def test_a_stages_transfers_share_the_line_and_take_turns() -> None:
     line = line_of(2.0, sum(SIZES))
     one = predict(STREAMING, [whole], 1.0, line, 2, FREE)
     four = predict(STREAMING, stages, 1.0, line, 2, FREE)
-    assert four == one
+    assert replace(four, coding_seconds=one.coding_seconds) == one
+    assert four.coding_seconds == pytest.approx(one.coding_seconds / 4)  # a rank codes its own
 
 
 def test_adaptive_sends_as_often_as_gamma_allows() -> None:
@@ -256,6 +257,15 @@ def test_codes_of_a_round_take_what_the_budget_leaves_them(cores: int, seconds: 
     free = line_of(1e-6, 4 * 10**6)
     found = predict(LATE, of_sizes([10**6] * 4), 1.0, free, 2, slow)
     assert found.round_seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_ranks_of_other_stages_code_on_cores_of_their_own() -> None:
+    """A rank of each of four stages has one fragment, of 40 s."""
+    slow = Costs(FREE.formats, copy_bytes_per_second=4e5, cores=1)
+    ranks = [[replace(f, id=0, stage=f.id)] for f in of_sizes([10**6] * 4)[0]]
+    found = predict(LATE, ranks, 1.0, line_of(1e-6, 4 * 10**6), 2, slow)
+    assert found.round_seconds == pytest.approx(40.0, rel=1e-3)
+    assert found.coding_seconds == pytest.approx(40.0, rel=1e-3)
 
 
 def test_factors_are_made_on_all_cores_one_fragment_at_a_time() -> None:

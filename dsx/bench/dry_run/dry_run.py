@@ -151,10 +151,12 @@ class DryRun:
             "ranks": self.files.cluster.ranks,
             "clusters": clusters,
             "built_stages": list(self.built),
+            "lanes": sum(stage.lanes for stage in self.stages),
             "fragments_per_stage": [len(stage.ranks[0].wire) for stage in self.stages],
             "host_bytes_per_rank": max(stage.on_host for stage in self.stages),
             "device_bytes_per_rank": max(stage.on_device for stage in self.stages),
             "disk_bytes_per_rank": max(stage.on_disk for stage in self.stages),
+            "lent_bytes_per_rank": max(stage.lent for stage in self.stages),
             "sockets_per_rank": sockets if self.goes_over_gloo else None,
             "threads_per_rank": max(r.threads for r in ranks) if self.goes_over_gloo else None,
             "bytes_per_round_per_rank": max(rank.most_sent for rank in ranks)

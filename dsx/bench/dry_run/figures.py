@@ -23,6 +23,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Stage
 from dsx.outer.guard import sample_of
 from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.passing_on import lent_bytes
 from dsx.outer.state import StateStore
 from dsx.outer.whole_matrices import fragments_sent, plan_gathers, wires_of
 from dsx.plan.memory.plan import largest_rank, launched_together
@@ -70,6 +71,12 @@ class StageFigures:
     on_device: int
     on_disk: int
     saved: int
+    lent: int = 0  # on the host more, for a while (outer/passing_on.py)
+
+    @property
+    def lanes(self) -> int:
+        """How many of the ranks send anything: each to its like in every other cluster."""
+        return sum(bool(rank.used) for rank in self.ranks)
 
     @property
     def spread(self) -> float:
@@ -115,11 +122,12 @@ def figures_of(
     is_there = has_accelerators and place == "masters"
     where = is_there, has_accelerators and config.coding.makes_factors_there(is_there)
     memory, saved = _held(config, layouts, ranks[largest], largest, where)
+    lent = lent_bytes(method, ranks[largest].wire, is_there, place == "disk")
     launched = 4 * launched_together(config, built[largest].fragments)
     on_device = memory.on_device(place) + (launched if place == "masters" else 0)
     return StageFigures(
         built[0].stage, ranks, largest, memory, memory.on_host(place), on_device,
-        memory.on_disk(place), saved,
+        memory.on_disk(place), saved, lent,
     )  # fmt: skip
 
 

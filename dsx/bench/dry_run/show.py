@@ -7,6 +7,7 @@ from rich.table import Table
 
 from dsx.bench.dry_run.dry_run import DryRun
 from dsx.core.units import format_bytes
+from dsx.plan.memory.show import lent_in_words
 
 
 def show(run: DryRun, console: Console) -> None:
@@ -23,6 +24,8 @@ def show(run: DryRun, console: Console) -> None:
     like = "" if len(run.built) == len(run.stages) else "; the others are like one of them"
     _say(console, f"built with {cluster.engine}'s own objects{named}{like}")
     console.print(_table(run))
+    if record["lent_bytes_per_rank"]:
+        _say(console, lent_in_words(record["lent_bytes_per_rank"]))
     if run.sends_all_once:
         sent = format_bytes(record["bytes_per_round_per_cluster"])
         _say(console, f"a cluster's line: {sent} per round")
@@ -43,7 +46,7 @@ def show(run: DryRun, console: Console) -> None:
         )
     _say(
         console,
-        "a save: the largest rank's outer state "
+        "a save: a file of outer state from each rank, the largest "
         f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then",
     )
     if record["save_seconds"] is not None:
@@ -74,6 +77,7 @@ def _table(run: DryRun) -> Table:
     row("weights", [f"{rank.built.numel:,}" for rank in largest])
     masters = [sum(f.numel for f in rank.built.fragments) for rank in largest]
     row("masters synchronised", [f"{numel:,}" for numel in masters])
+    row("lanes of the stage", [str(stage.lanes) for stage in built])
     row("fragments", [f"{len(rank.used)} of {len(rank.wire)}" for rank in largest])
     sent = [max(rank.most_sent for rank in stage.ranks) for stage in built]
     if run.sends_all_once:

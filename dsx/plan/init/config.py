@@ -12,6 +12,7 @@ from dsx.config.reference import meanings
 from dsx.config.schema import load_config
 from dsx.config.sections import (
     ClustersConfig,
+    CodingConfig,
     LinkConfig,
     MetricsConfig,
     StateConfig,
@@ -21,6 +22,7 @@ from dsx.core.units import format_bytes
 from dsx.method.choices import PRESETS
 from dsx.plan.candidate import Candidate
 from dsx.plan.candidates import Search
+from dsx.plan.coding_cores import with_cores
 from dsx.plan.init.answers import Answers
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
@@ -28,6 +30,7 @@ from dsx.plan.ranking import best_of_each, ranked
 
 _SECTIONS: dict[str, type[Any]] = {
     "clusters": ClustersConfig, "metrics": MetricsConfig, "state": StateConfig, "link": LinkConfig,
+    "coding": CodingConfig,
 }  # fmt: skip
 _MEANING = {  # of DeepSpeed's keys
     "train_micro_batch_size_per_gpu": "sequences that a rank computes at a time; as many as fit",
@@ -86,6 +89,7 @@ def choose(answers: Answers, name: str) -> Choice:
     read = answers.read()
     search = Search(read.question)
     best = best_of_each(ranked(search.candidates(), read.question))[0]
+    (best,) = with_cores([best], search)
     block = block_of(best, read.question)
     rendezvous = answers.rendezvous or "env://"
     block["clusters"]["rendezvous"] = rendezvous

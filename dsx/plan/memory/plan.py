@@ -15,7 +15,7 @@ from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
 from dsx.method.method import Method
 from dsx.outer.memory import OuterMemory, StatePlace, predict
-from dsx.outer.passing_on import passes_on
+from dsx.outer.passing_on import lent_bytes
 from dsx.outer.whole_matrices import MatrixGather, plan_gathers, wires_of
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
@@ -30,8 +30,7 @@ _SHARE_CHUNK = 1 << 24  # of engines/replicated.py
 class RankMemory:
     """One rank's bytes; `on_device` and `on_host` are sums of inner and outer by placement.
 
-    `lent` are bytes of host memory more, for a while: of launches that cannot take the memory of a
-    mean, where a boundary is left for a stop or a round is made again.
+    `lent` are bytes of host memory more, for a while, as passing_on.py says.
     """
 
     stage: Stage
@@ -113,7 +112,7 @@ def plan_stage(
         outer=outer,
         contributions=4 * launched if place == "masters" else 0,
         place=place,
-        lent=4 * sum(f.numel for f in wire) if passes_on(method, *places) else 0,
+        lent=lent_bytes(method, wire, *places),
     )
 
 

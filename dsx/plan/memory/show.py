@@ -95,15 +95,19 @@ def _print(
     console.print(table)
     console.print(f"outer state of stage 0: {ranks[0].outer}")
     if most := max(rank.lent for rank in ranks):
-        console.print(
-            f"{format_bytes(most)} of host memory more for a while, where a boundary is left for a "
-            "stop or a round is made again",
-            soft_wrap=True,
-        )
+        console.print(lent_in_words(most), soft_wrap=True)
     parity = "fits" if all(fits) else "does not fit"
     console.print(f"{parity} in {limit:g} GiB per accelerator")
     if not all(fits) and config.state.device == "masters":
         console.print('"state": {"device": "host"} moves the outer state to pinned host memory')
+
+
+def lent_in_words(num_bytes: int) -> str:
+    """Say when a rank's launches are lent so many bytes."""
+    return (
+        f"{format_bytes(num_bytes)} of host memory more for a while, where a boundary is left for "
+        "a stop or a round is made again"
+    )
 
 
 def _fragments_of_stages(planned: Planned) -> list[int]:

@@ -1,0 +1,106 @@
+"""How many cores a rank's coding needs: the fewest that hide it, as `coding.cores` is to say.
+
+More than these change next to nothing of the time that is computing. What training keeps for itself
+is beside them. A run that is given more than its host has is refused at its start; a plan that is
+told what a rank has (`--cores-per-rank`) plans with that, and says if more would hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsx.core.cores import OF_AN_ACCELERATOR
+from dsx.plan.candidate import Candidate
+from dsx.plan.candidates import Question, Search
+
+MOST_CORES = 64  # of a rank, that are looked at
+_UNSEEN = 1e-3  # of the time: less is no reason for another core
+
+
+@dataclass(frozen=True)
+class CoresNeeded:
+    """Of one way of running; `hiding` are more than `cores` where a rank has too few."""
+
+    cores: int
+    hiding: int
+    utilization_hidden: float
+
+
+def beside_training(cores_per_rank: int) -> int:
+    """Return the cores of a rank that training on an accelerator leaves; one at least, as a run."""
+    return max(1, cores_per_rank - OF_AN_ACCELERATOR)
+
+
+def is_chosen(question: Question) -> bool:
+    """Whether a plan chooses the number: it is not given, and no run has told it."""
+    return question.coding_cores is None and (
+        question.costs.cores is None or question.cores_beside is not None
+    )
+
+
+def cores_needed(candidate: Candidate, search: Search) -> CoresNeeded:
+    """Return the fewest cores that do what all that a rank has do, and what hides its coding."""
+    beside = search.question.cores_beside
+    hiding = _fewest(candidate, search, MOST_CORES)
+    cores = hiding if beside is None else min(hiding, _fewest(candidate, search, beside))
+    best = search.predict(candidate.method, cores=hiding).utilization
+    return CoresNeeded(cores, hiding, best)
+
+
+def with_cores(candidates: Sequence[Candidate], search: Search) -> list[Candidate]:
+    """Return the candidates, each with the cores that it needs and what it does on them.
+
+    As they are where their number is given.
+    """
+    if not is_chosen(search.question):
+        return [*candidates]
+    found: list[Candidate] = []
+    for candidate in candidates:
+        cores = cores_needed(candidate, search).cores
+        told = search.predict(candidate.method, cores=cores)
+        found.append(replace(candidate, coding_cores=cores, prediction=told))
+    return found
+
+
+def in_words(candidate: Candidate, search: Search) -> list[str]:
+    """Say what was chosen and why, and what a rank lacks; nothing where it was given."""
+    cores, question = candidate.coding_cores, search.question
+    if cores is None:
+        return []
+    found, needed = candidate.prediction, cores_needed(candidate, search)
+    beside = f"{OF_AN_ACCELERATOR} that training keeps"
+    lines = [
+        f"coding on {_count(cores)} of a rank, beside {beside}: {found.coding_seconds:.3g} s of a "
+        f"round of {found.round_seconds:.4g} s"
+    ]
+    if needed.hiding > cores:
+        lines.append(
+            f"a rank has too few cores: {needed.hiding} beside {beside} would be computing "
+            f"{100 * needed.utilization_hidden:.2f} % of the time, {cores} "
+            f"{100 * found.utilization:.2f} %; use hosts with more, or fewer ranks on each"
+        )
+    elif question.cores_beside is None:
+        lines[0] += "; --cores-per-rank says what a host has"
+    return lines
+
+
+def _fewest(candidate: Candidate, search: Search, most: int) -> int:
+    """Return the fewest that do as well as `most`, and reach the target where those do."""
+
+    def reached(cores: int) -> float:
+        return search.predict(candidate.method, cores=cores).utilization
+
+    best, target = reached(most), search.question.target
+    needed = best - _UNSEEN
+    if best >= target:
+        needed = max(needed, target)
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) >= needed else (middle, high)
+    return high
+
+
+def _count(cores: int) -> str:
+    return "1 core" if cores == 1 else f"{cores} cores"
