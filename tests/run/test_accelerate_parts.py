@@ -447,3 +447,22 @@ def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
     assert "last is not taken: no complete checkpoint 'last'" in caplog.text
     said = f"all clusters have it as of step 4: to load that, move {tmp_path / 'last'} away"
     assert (said in caplog.text) == (steps == (4, 4))
+
+
+@pytest.mark.parametrize("steps", [[(8, "a"), (4, "a")], [(8, "a")], [(4, "b")]])
+def test_a_folder_of_which_clusters_hold_no_common_state_is_fetched(
+    steps: list[tuple[int, str]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    from dsx.run.accelerate import parts, saves
+
+    fetched: list[str] = []
+    monkeypatch.setattr(saves, "from_first", lambda value: value)
+    monkeypatch.setattr(saves, "_fetch", lambda handle, world, base, name: fetched.append(name))
+    remote = SimpleNamespace(url="file:///far", tags=lambda cluster: {})
+    handle: Any = SimpleNamespace(remote=remote, gather=lambda own: [own, [[4, "a"]]])
+    is_common = parts.has_common(handle, [(*one, ["accelerate"]) for one in steps])
+    assert is_common == ((4, "a") in steps)
+    handle.gather = lambda own: [own, own]  # folders of that name
+    world: Any = SimpleNamespace(rank=0, cluster_id=0)
+    saves.bring(handle, world, tmp_path, ["last"], "last", is_common)
+    assert fetched == ([] if is_common else ["last"])
