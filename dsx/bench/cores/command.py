@@ -100,7 +100,7 @@ def _show(figures: list[CoresFigures], here: int, console: Console) -> None:
             f"{figure.core_seconds:.3g}",
             str(figure.training_threads), f"{100 * figure.training:.0f}",
         )  # fmt: skip
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 110)
     console.print(table)
     had = min(figure.had for figure in figures)
     if had < _UNDISTURBED:
