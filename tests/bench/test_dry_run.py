@@ -320,7 +320,7 @@ def test_an_engine_that_is_not_there_is_named(
 
 def test_the_cores_of_a_block_are_in_its_utilization() -> None:
     """Eight fragments of 0.4 GB under way at once; the line takes next to nothing."""
-    fragments = [Fragment(0, f, (Slot(f"w{f}", (10**8,), 0),)) for f in range(8)]
+    fragments = [Fragment(f, 0, (Slot(f"w{f}", (10**8,), 0),)) for f in range(8)]
     stages: Any = [SimpleNamespace(ranks=[SimpleNamespace(wire=fragments)])]
     asked, files = Asked(Path("run.json"), step_seconds=0.01, gbps=1e5), cast(Any, None)
     found: list[float] = []
