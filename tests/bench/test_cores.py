@@ -60,6 +60,9 @@ def test_each_number_of_cores_has_a_row(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(r["launch_seconds"] > 0 and r["training"] > 0 for r in rows)
     assert all(r["training_threads"] >= 1 and r["numel"] == 65536 for r in rows)
+    assert all(r["core_seconds"] < 60 and 0 < r["had"] < 1.5 for r in rows)
+    busy = "the host was busy" in result.output
+    assert busy == (min(r["had"] for r in rows) < 0.9)
     assert torch.get_num_threads() == threads
 
 

@@ -249,7 +249,8 @@ def refused(tmp_path: Any, *words: str, flags: str = FLAGS) -> str:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> None:
     source = tmp_path / "run.flags"
-    source.write_text(f"{FLAGS} --pipeline-model-parallel-size {stages}")
+    late = "--dsx-preset diloco_delayed --dsx-state-device host" if stages == 2 else ""
+    source.write_text(f"{FLAGS} --pipeline-model-parallel-size {stages} {late}")
     command = [sys.executable, "-m", "dsx", "dry-run", source, "--json", tmp_path / "x.json"]
     command += ["--gbps", "0.001", "--latency-ms", "30"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -258,6 +259,12 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
     assert ("own objects\n" in result.stdout) == (stages == 1)
     told = json.loads((tmp_path / "x.json").read_text())
     assert told["bytes_per_round_per_rank"] > 0
+    assert told["lanes"] == 2 * stages == told["ranks"]
+    assert sum(told["memory_by_part"].values()) >= told["host_bytes_per_rank"]
+    memory = CliRunner().invoke(app, ["memory", str(source), "--json"])
+    lent = max(rank["lent"] for rank in json.loads(memory.stdout)["ranks"])
+    assert told["lent_bytes_per_rank"] == lent and (lent > 0) == bool(late)
+    assert ("of host memory more for a while" in result.stdout) == bool(late)
     fragments = max(told["fragments_per_stage"])
     terms = start_model().terms(told["clusters"], told["ranks"], 0.06, fragments)
     assert terms.total < told["start_seconds"] < terms.total + 0.1  # digests of so small a model
@@ -313,7 +320,7 @@ def test_an_engine_that_is_not_there_is_named(
 
 def test_the_cores_of_a_block_are_in_its_utilization() -> None:
     """Eight fragments of 0.4 GB under way at once; the line takes next to nothing."""
-    fragments = [Fragment(0, f, (Slot(f"w{f}", (10**8,), 0),)) for f in range(8)]
+    fragments = [Fragment(f, 0, (Slot(f"w{f}", (10**8,), 0),)) for f in range(8)]
     stages: Any = [SimpleNamespace(ranks=[SimpleNamespace(wire=fragments)])]
     asked, files = Asked(Path("run.json"), step_seconds=0.01, gbps=1e5), cast(Any, None)
     found: list[float] = []

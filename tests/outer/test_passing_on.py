@@ -13,7 +13,8 @@ from dsx.method.method import Method
 from dsx.method.staleness import GapPenalty
 from dsx.outer import state, work_space
 from dsx.outer.arenas import TransferBuffers
-from dsx.outer.passing_on import passes_on
+from dsx.outer.passing_on import lent_bytes, passes_on
+from tests.compress.channels import fragment_of
 from tests.levels import by_default
 from tests.outer.test_arenas import apply, arenas_of, average, launch, vectors
 from tests.simulated import Simulated
@@ -125,6 +126,14 @@ def test_as_many_vectors_as_transfers_are_enough() -> None:
         handed_on(waiting, due)
         assert torch.equal(waiting.sent, torch.full((4,), round - 1.0))  # may be made again
         waiting = due
+
+
+def test_launches_of_all_fragments_are_lent_a_vector_each_where_means_leave_theirs() -> None:
+    fragments = [fragment_of((64, 40)), fragment_of((70,))]
+    late, early = (ALL_CASES[name].method(2) for name in ("dilocox", "diloco"))
+    assert lent_bytes(late, fragments, False, False) == 4 * (64 * 40 + 70)
+    assert not lent_bytes(late, fragments, True, False) + lent_bytes(late, fragments, False, True)
+    assert not lent_bytes(early, fragments, False, False)
 
 
 def test_one_that_cannot_wait_for_a_mean_gets_a_vector_beyond_them() -> None:

@@ -4,7 +4,8 @@ A rank's fragments are coded as a run codes them: by the channels of its codec, 
 turns of `coding.cores` (core/cores.py), sums, hashes and residuals with it. Of two clusters this is
 one; the other's messages are recorded before, and there at once. Meanwhile the training thread
 trains a small network on the cores that are left, one at least. Windows with coding and without
-take turns, so that what else runs on the host falls on both alike.
+take turns, so that what else runs on the host falls on both alike. What a launch takes in processor
+time has none of that in it: it is the process's, less what training's steps take without coding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class CoresFigures:
-    """Of one codec on so many cores; `training` is its rate meanwhile, by that without coding."""
+    """Of one codec on so many cores; `training` is its rate meanwhile, by that without coding.
+
+    `core_seconds` are of processor time. `had` is the share of its cores that training had without
+    coding: less than 1 where the host was busy with something else.
+    """
 
     compression: str
     numel: int
@@ -66,7 +71,9 @@ class CoresFigures:
     threads: int
     training_threads: int
     launch_seconds: float
+    core_seconds: float
     training: float
+    had: float
 
 
 def measure_cores(asked: Asked) -> list[CoresFigures]:
@@ -87,22 +94,44 @@ def _measure(launches: _Launches, asked: Asked, cores: int, progress: Progress) 
     budget = CodingCores(cores, launches.at_once)
     training_threads = max(1, asked.here - cores)
     set_own_threads(training_threads)
-    step, coded, rates = _training(), list[float](), list[float]()
+    step, coded, pairs = _training(), list[list[float]](), list[tuple[_Window, _Window]]()
     with ThreadPoolExecutor(asked.fragments + 1) as pool:
         launches.code(pool, budget)  # each of its threads has then set its own
-        _rate_while(step, time.monotonic() + asked.seconds / 2)
+        _train_while(step, time.monotonic() + asked.seconds / 2)
         for _ in range(asked.repeats):
-            alone = _rate_while(step, time.monotonic() + asked.seconds)
+            alone = _train_while(step, time.monotonic() + asked.seconds)
             progress.moved(1)
             until = time.monotonic() + asked.seconds
-            window = pool.submit(launches.code_until, until, pool, budget)
-            rates.append(_rate_while(step, until, window.done) / alone)
-            coded += window.result()
+            coding = pool.submit(launches.code_until, until, pool, budget)
+            pairs.append((alone, _train_while(step, until, coding.done)))
+            coded.append(coding.result())
             progress.moved(1)
+    spent = [
+        (both.processor - both.steps * alone.processor / alone.steps) / len(each)
+        for (alone, both), each in zip(pairs, coded, strict=True)
+    ]
     return CoresFigures(
         launches.name, asked.numel, asked.fragments, cores, budget.at_once, budget.threads,
-        training_threads, median(coded), median(rates),
+        training_threads,
+        launch_seconds=median(seconds for each in coded for seconds in each),
+        core_seconds=median(spent),
+        training=median(both.rate / alone.rate for alone, both in pairs),
+        had=median(alone.processor / alone.seconds / training_threads for alone, _ in pairs),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Steps of training, in seconds by the wall and of all the process's threads."""
+
+    steps: int
+    seconds: float
+    processor: float
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return self.steps / self.seconds
 
 
 class _Launches:
@@ -188,12 +217,12 @@ def _training() -> Callable[[], object]:
     return step
 
 
-def _rate_while(
+def _train_while(
     step: Callable[[], object], until: float, is_done: Callable[[], bool] = lambda: True
-) -> float:
-    """Return steps per second until then, and until it is done."""
-    began, count = time.perf_counter(), 0
+) -> _Window:
+    """Train until then, and until it is done."""
+    began, processor, count = time.perf_counter(), time.process_time(), 0
     while not count or time.monotonic() < until or not is_done():
         step()
         count += 1
-    return count / (time.perf_counter() - began)
+    return _Window(count, time.perf_counter() - began, time.process_time() - processor)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dsx.bench.cores.bench import CoresFigures
 
 Option = typer.Option
+_UNDISTURBED = 0.9  # of its cores: what training has by itself on a host that is its own
 
 
 @one_line_errors("bench cores")
@@ -84,8 +85,10 @@ def _show(figures: list[CoresFigures], here: int, console: Console) -> None:
 
     table = Table(caption=f"a rank of {figures[0].numel:,} elements, of {here} cores; medians")
     table.add_column("codec")
-    titles = ("coding.\ncores", "at\nonce", "threads\neach", "s per\nlaunch", "times\nthe first",
-              "training's\nthreads", "its rate\nmeanwhile, %")  # fmt: skip
+    titles = (
+        "coding.\ncores", "at\nonce", "threads\neach", "s per\nlaunch", "times\nthe first",
+        "core s\nper launch", "training's\nthreads", "its rate\nmeanwhile, %",
+    )  # fmt: skip
     for title in titles:
         table.add_column(title, justify="right")
     first: dict[str, float] = {}
@@ -94,7 +97,14 @@ def _show(figures: list[CoresFigures], here: int, console: Console) -> None:
         table.add_row(
             figure.compression, str(figure.cores), str(figure.at_once), str(figure.threads),
             f"{figure.launch_seconds:.3g}", f"{least / figure.launch_seconds:.2f}",
+            f"{figure.core_seconds:.3g}",
             str(figure.training_threads), f"{100 * figure.training:.0f}",
         )  # fmt: skip
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 110)
     console.print(table)
+    had = min(figure.had for figure in figures)
+    if had < _UNDISTURBED:
+        console.print(
+            f"the host was busy with something else: training by itself had {100 * had:.0f} % of "
+            "its cores; only processor time (core s) is to be believed", soft_wrap=True,
+        )  # fmt: skip

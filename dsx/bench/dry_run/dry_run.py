@@ -154,6 +154,7 @@ class DryRun:
             "lanes": sum(stage.lanes for stage in self.stages),
             "fragments_per_stage": [len(stage.ranks[0].wire) for stage in self.stages],
             "host_bytes_per_rank": max(stage.on_host for stage in self.stages),
+            "memory_by_part": vars(max(self.stages, key=lambda s: s.memory.total).memory),
             "device_bytes_per_rank": max(stage.on_device for stage in self.stages),
             "disk_bytes_per_rank": max(stage.on_disk for stage in self.stages),
             "lent_bytes_per_rank": max(stage.lent for stage in self.stages),
