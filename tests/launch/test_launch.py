@@ -19,6 +19,7 @@ from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
+from tests.forked_commands import ForkedCommand, can_be_forked
 from tests.installed import needs
 from tests.tiny import CASES
 
@@ -59,7 +60,10 @@ class Launcher:
         how: int | list[Any],
         *args: Any,
         script: Path = SCRIPT,
+        is_executed: bool = False,
     ) -> None:
+        """Start it; in Python it is forked (see forked_commands.py) unless it is to be executed."""
+        self.process: subprocess.Popen[bytes] | ForkedCommand
         self.log = directory / f"{name}.log"
         own = ["--num_gpus", how, "--master_port", free_port()]
         command = how if isinstance(how, list) else ["deepspeed", *own]
@@ -72,8 +76,12 @@ class Launcher:
             "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
+        words = [str(part) for part in [*command, script, *args]]
+        if not is_executed and can_be_forked(words, environment):
+            self.process = ForkedCommand(words, self.log, environment)
+            return
         self.process = subprocess.Popen(
-            [str(part) for part in [*command, script, *args]],
+            words,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env=environment,
@@ -127,8 +135,8 @@ class Launcher:
 def launch(tmp_path: Path) -> Any:
     started: list[Launcher] = []
 
-    def start(name: str, how: int | list[Any], *args: Any, script: Path = SCRIPT) -> Launcher:
-        started.append(Launcher(tmp_path, name, how, *args, script=script))
+    def start(name: str, how: int | list[Any], *args: Any, **kwargs: Any) -> Launcher:
+        started.append(Launcher(tmp_path, name, how, *args, **kwargs))
         return started[-1]
 
     yield start
