@@ -50,6 +50,7 @@ class ForkedCommand:
         if not can_be_forked(command, environment):
             raise ValueError(f"not a command of this Python: {command}")
         self.args = [*command]
+        log.write_bytes(b"")
         start_templates("deepspeed")
         self._process: Any = ForkedRank(
             "deepspeed", next(_count), target=_first, args=(self.args, str(log), {**environment})
@@ -117,7 +118,7 @@ def _first(command: list[str], log: str, environment: dict[str, str]) -> NoRetur
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
     atexit.register = _register
     os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    file = os.open(log, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has closed it
