@@ -43,14 +43,14 @@ _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 class ForkedCommand:
-    """A command of Python's in a session of its own, its output in a file; used as a `Popen` is."""
+    """A command in a session of its own, its output at the end of a file; used as a `Popen` is."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         """Start it; ValueError if it is none of `can_be_forked`."""
         if not can_be_forked(command, environment):
             raise ValueError(f"not a command of this Python: {command}")
         self.args = [*command]
-        log.write_bytes(b"")
+        log.touch()
         start_templates("deepspeed")
         self._process: Any = ForkedRank(
             "deepspeed", next(_count), target=_first, args=(self.args, str(log), {**environment})
@@ -118,7 +118,7 @@ def _first(command: list[str], log: str, environment: dict[str, str]) -> NoRetur
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
     atexit.register = _register
     os.setsid()
-    file = os.open(log, os.O_WRONLY)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has closed it

@@ -77,6 +77,7 @@ class Launcher:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
         words = [str(part) for part in [*command, script, *args]]
+        self.log.write_bytes(b"")
         if not is_executed and can_be_forked(words, environment):
             self.process = ForkedCommand(words, self.log, environment)
             return
