@@ -19,6 +19,7 @@ import itertools
 import multiprocessing.process
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,10 +94,10 @@ class ForkedCommand:
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a command would run in this Python, importing from where this process does."""
     has_same_path = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
-    return has_same_path and bool(_program_of(command))
+    return has_same_path and bool(_program_of(command, environment.get("PATH")))
 
 
-def _program_of(command: Sequence[str]) -> list[str]:
+def _program_of(command: Sequence[str], path: str | None = None) -> list[str]:
     """`[script, ...]` or `["-m", module, ...]` of a command of this Python; empty for others."""
     if Path(command[0]) in _PYTHONS:
         rest = [*command[1:]]
@@ -104,13 +105,14 @@ def _program_of(command: Sequence[str]) -> list[str]:
             rest.pop(0)
         is_program = len(rest) > 0 and (not rest[0].startswith("-") or rest[0] == "-m")
         return rest if is_program else []
+    program = shutil.which(command[0], path=path) or command[0]
     try:
-        with open(command[0], "rb") as file:
+        with open(program, "rb") as file:
             first = file.readline().decode(errors="replace").strip()
     except OSError:
         return []
     is_script = first.startswith("#!") and Path(first[2:].strip()) in _PYTHONS
-    return [*command] if is_script else []
+    return [program, *command[1:]] if is_script else []
 
 
 def _first(command: list[str], log: str, environment: dict[str, str]) -> NoReturn:

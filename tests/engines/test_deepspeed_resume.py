@@ -198,6 +198,7 @@ def test_resume_is_bit_for_bit(run: Run, covered: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_resume_of_every_preset_and_at_every_stop_is_bit_for_bit(tmp_path: Path) -> None:
     ranks = run_by_parts(stop_and_resume_each, 4, str(tmp_path), of=COVER_MORE, timeout_seconds=280)
     for index, run in enumerate(COVER_MORE):

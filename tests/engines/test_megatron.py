@@ -233,6 +233,7 @@ def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_more_of_two_ranks_equal_the_reference() -> None:
     trained = run_by_parts(train_kinds, 4, of=MORE_OF_TWO, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(MORE_OF_TWO):
@@ -240,6 +241,7 @@ def test_more_of_two_ranks_equal_the_reference() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kinds", "num_ranks"),
     [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8), (BIASED, 4), (BIASED_OF_FOUR, 8)],

@@ -204,6 +204,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_resume_of_further_kinds_is_bit_for_bit(tmp_path: Path) -> None:
     """Among them random top-k, whose rest the local model keeps."""
     ranks = run_by_parts(

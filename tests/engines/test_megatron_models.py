@@ -68,6 +68,7 @@ def train_all(base: str, kinds: list[Kind]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_clusters_hold_the_mean_and_resume(tmp_path: Path) -> None:
     ranks = run_by_parts(
         train_all, 4, str(tmp_path), of=KINDS, timeout_seconds=200, engine="megatron"

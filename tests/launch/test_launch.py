@@ -222,7 +222,7 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     config.write_text(json.dumps(document))
     common = ["--deepspeed_config", config, "--save-dir", tmp_path / "saved", "--steps"]
     slow = [*common, 1000, "--step-seconds", 0.1, "--dsx-cluster-id"]
-    clusters = [launch(f"killed{m}", 1, *slow, m) for m in range(2)]
+    clusters = [launch(f"killed{m}", 1, *slow, m, is_executed=True) for m in range(2)]
     for cluster in clusters:
         cluster.wait_for("saved 10")
     clusters[1].end()  # its launcher and its ranks, at once
