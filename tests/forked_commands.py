@@ -8,13 +8,15 @@ those of commands that are started. What differs: all of one command hash alike 
 each other do not), and modules have been imported before.
 
 A process is started as ever where it is not Python's, has other options than `-u` and `-m` or
-another path to import from, or where the one that starts it has threads.
+another path to import from, where the one that starts it has threads, and on a system that does not
+let a process say what its command line is.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
 import multiprocessing.process
 import os
@@ -94,7 +96,21 @@ class ForkedCommand:
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a command would run in this Python, importing from where this process does."""
     has_same_path = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
-    return has_same_path and bool(_program_of(command, environment.get("PATH")))
+    is_program = bool(_program_of(command, environment.get("PATH")))
+    return has_same_path and is_program and _can_be_shown()
+
+
+@functools.cache
+def _can_be_shown() -> bool:
+    """Whether this system lets a process say what its command line is."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _show(["python"], {})
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def _program_of(command: Sequence[str], path: str | None = None) -> list[str]:
