@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,13 @@ def _start(
     checkpoint_path: Any = None,
     weights_only: bool | None = None,
 ) -> None:
+    """Load a checkpoint; ModelParallelStrategy does the optimizers', too, behind its setup."""
     fit = fit_of(connector.trainer)
     if fit is not None and weights_only is None and is_fitting(connector.trainer):
         weights_only = fit.weights_only  # which Lightning forgets where it restores late
-    original(checkpoint_path, **known_to(original, weights_only=weights_only))
+    handle = fit.handle if fit is not None else None
+    with taking_no_step(handle) if handle is not None else nullcontext():
+        original(checkpoint_path, **known_to(original, weights_only=weights_only))
 
 
 def _restore(original: Callable[..., Any], connector: Any) -> None:
@@ -154,8 +158,7 @@ def _restore(original: Callable[..., Any], connector: Any) -> None:
     if fit is None or fit.resume is None or not is_here:
         original()
         return
-    with taking_no_step(fit.require_handle()):
-        original()
+    original()
     fit.require_handle().load(fit.resume)
     fit.watch_weights(trainer.strategy)
 
