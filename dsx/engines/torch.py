@@ -78,6 +78,7 @@ class TorchAdapter(MastersAdapter):
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
         self.ignores_steps = False  # whether what optimizers step is no inner step
+        self._is_stepping_fragment = False  # whether it is a part of one
         self._hooks: list[Hook] = self._apart.follow_loads()
         self.stage = Stage()
         device = next(iter(parameters.values())).device
@@ -146,7 +147,8 @@ class TorchAdapter(MastersAdapter):
 
         def follow(index: int) -> Callable[[Optimizer, Any, Any], None]:
             def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                if not self.ignores_steps and self._take_note(index):
+                is_part = self.ignores_steps or self._is_stepping_fragment
+                if not is_part and self._take_note(index):
                     callback(all(_was_skipped(o) for o in self._optimizers))
                     self.end_inner_step()
 
@@ -255,12 +257,13 @@ class TorchAdapter(MastersAdapter):
         others = [(p, p.grad) for _, params in held for p in params if id(p) not in own]
         for parameter, _ in others:
             parameter.grad = None
+        self._is_stepping_fragment = True
         try:
-            with self.ignoring_steps():
-                for optimizer, params in held:
-                    if any(id(p) in own for p in params):
-                        optimizer.step()
+            for optimizer, params in held:
+                if any(id(p) in own for p in params):
+                    optimizer.step()
         finally:
+            self._is_stepping_fragment = False
             for parameter, gradient in others:
                 parameter.grad = gradient
         for parameter in self._members[fragment]:
