@@ -72,7 +72,7 @@ class Keeping:
         self._numbers: dict[tuple[str, int], int] = {}  # of them, by tag and step
         self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
-        self._common: dict[Path, set[str]] = {}  # tags that all have, by directory
+        self._common: dict[Path, set[str]] = {}  # tags that all have, by directory, resolved
         self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
 
@@ -149,8 +149,10 @@ class Keeping:
             self._waiting = [one for one in self._waiting if one[0] != path]
 
     def loaded(self, path: Path) -> None:
-        """Enter a checkpoint that all clusters have loaded."""
-        self._common.setdefault(path.parent, set()).add(path.name)
+        """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
+        common, tag = self._common_in(path.parent), path.name.removesuffix(REPLACED)
+        common.difference_update((tag, f"{tag}{REPLACED}"))
+        common.add(path.name)
 
     def put_back(self, directory: Path, tag: str) -> None:
         """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
@@ -158,8 +160,8 @@ class Keeping:
         Else the next save would delete it, and leave what other clusters may not have. On the first
         rank; OSError.
         """
-        common = self._common.get(directory, set())
-        if f"{tag}{REPLACED}" in common and tag not in common:
+        common = self._common_in(directory)
+        if f"{tag}{REPLACED}" in common:
             put_back(directory, tag)
             common.discard(f"{tag}{REPLACED}")
 
@@ -175,9 +177,10 @@ class Keeping:
             self._having.setdefault(key, set()).add(notice.cluster)
             path = self._paths.get(key)
             if path is not None and self._having[key] >= {*self._members()}:
-                self._common.setdefault(path.parent, set()).add(key[0])
+                common = self._common_in(path.parent)
+                common.add(key[0])
                 if self._keep is not None:
-                    self._begin(partial(self._delete, path.parent, {*self._common[path.parent]}))
+                    self._begin(partial(self._delete, path.parent, {*common}))
                 if self._copying is not None:
                     self._copying.held_by_all(path, key[1])
                 self._delete_put_off(self._numbers[key])
@@ -193,6 +196,9 @@ class Keeping:
         if self._is_over:  # what was being copied
             due, self._put_off = self._put_off, []
             self._delete_of_library(due)
+
+    def _common_in(self, directory: Path) -> set[str]:
+        return self._common.setdefault(directory.resolve(), set())
 
     def _begin(self, delete: Callable[[], None]) -> None:
         before = self._thread
