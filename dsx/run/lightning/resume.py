@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.remote import open_remote
 from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.resume_point import choose
-from dsx.run.first_step import taking_no_step
 from dsx.run.lightning.checkpoints import FILE, SUFFIX, link, tag_of, writes_folder
 from dsx.run.lightning.fit import Fit, fit_of, has_engine, is_fitting
 from dsx.run.lightning.hooks import around, known_to, modules_of
@@ -141,13 +139,10 @@ def _start(
     checkpoint_path: Any = None,
     weights_only: bool | None = None,
 ) -> None:
-    """Load a checkpoint; ModelParallelStrategy does the optimizers', too, behind its setup."""
     fit = fit_of(connector.trainer)
     if fit is not None and weights_only is None and is_fitting(connector.trainer):
         weights_only = fit.weights_only  # which Lightning forgets where it restores late
-    handle = fit.handle if fit is not None else None
-    with taking_no_step(handle) if handle is not None else nullcontext():
-        original(checkpoint_path, **known_to(original, weights_only=weights_only))
+    original(checkpoint_path, **known_to(original, weights_only=weights_only))
 
 
 def _restore(original: Callable[..., Any], connector: Any) -> None:
