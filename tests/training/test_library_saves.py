@@ -204,7 +204,7 @@ def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
         write(tmp_path, cluster, step, tag="last")
     assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
     if is_loaded:
-        keeping.loaded(own / "last.replaced")
+        keeping.loaded(own / "last.replaced", 4)
     keeping.put_back(own, "last")  # as each save begins
     steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
     assert steps == ({"last": 4} if is_loaded else {"last": 8, "last.replaced": 4})
@@ -224,7 +224,7 @@ def test_what_is_put_back_is_what_all_clusters_have_loaded_last(what: str, tmp_p
     own, keeping = tmp_path / "cluster_0", clusters.all[0]
     for cluster in range(2):
         write(tmp_path, cluster, 4, tag="last")
-    keeping.loaded(own / "last")
+    keeping.loaded(own / "last", 4)
     for cluster in range(2):
         write(tmp_path, cluster, 8, tag="last")
         clusters.all[cluster].saved(tmp_path / f"cluster_{cluster}" / "last", 8)
@@ -232,10 +232,10 @@ def test_what_is_put_back_is_what_all_clusters_have_loaded_last(what: str, tmp_p
         clusters.pass_boundary()
     for cluster in range(2):
         mark_diverged(tmp_path / f"cluster_{cluster}", 7, "a")
-    keeping.loaded(own / "last.replaced")
+    keeping.loaded(own / "last.replaced", 4)
     clusters.pass_boundary()
     if what == "loaded again":
-        keeping.loaded(own / "last")
+        keeping.loaded(own / "last", 8)
     keeping.put_back(own, "last")
     steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
     assert steps == ({"last": 8, "last.replaced": 4} if what == "loaded again" else {"last": 4})
@@ -255,7 +255,7 @@ def test_what_was_loaded_is_put_back_where_one_folder_has_two_names(
         write(tmp_path, cluster, step, tag="last")
     (tmp_path / "link").symlink_to("cluster_0")
     clusters = Clusters(tmp_path)
-    clusters.all[0].loaded(Path(loaded.format(tmp_path)) / "last.replaced")
+    clusters.all[0].loaded(Path(loaded.format(tmp_path)) / "last.replaced", 4)
     clusters.all[0].put_back(Path("cluster_0"), "last")
     write(tmp_path, 0, 8, tag="last")
     assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]

@@ -213,7 +213,7 @@ def _load(
             f"of step {saved['step']}: a cluster was killed while it saved there again; load an "
             "earlier one"
         )
-    handle.keeping.loaded(directory)
+    handle.keeping.loaded(directory, handle.step)
 
 
 def _inner(one: Trained) -> list[Any]:
