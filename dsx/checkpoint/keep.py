@@ -8,7 +8,7 @@ died while saving, or whose values are not finite, lets the others keep what the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,18 @@ from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REMOVED, REPLACED
 from dsx.checkpoint.tags import Manifests
 
 
-def superfluous(manifests: Manifests, common: Collection[str], keep: int) -> list[str]:
-    """Return the tags that may go, the oldest first; `common` are complete in all clusters.
+def superfluous(manifests: Manifests, common: Mapping[str, int], keep: int) -> list[str]:
+    """Return the tags that may go, the oldest first; all clusters have those in `common` complete.
 
-    What holds the finished model stays, and so does what cannot be read.
+    As of the step that it says: what a tag holds besides, written again, does not count. What holds
+    the finished model stays, and so does what cannot be read.
     """
     known = {tag: manifest for tag, manifest in manifests.items() if DAMAGED not in manifest}
-    good = [tag for tag in common if tag in known and counts(known[tag])]
+    good = [
+        tag
+        for tag, step in common.items()
+        if tag in known and known[tag]["step"] == step and counts(known[tag])
+    ]
     steps = sorted({known[tag]["step"] for tag in good}, reverse=True)
     if len(steps) < keep:
         return []

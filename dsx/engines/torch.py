@@ -13,8 +13,7 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.data_parallel import bare_parameters
 from dsx.engines.distributed_adam import find_masters_apart
+from dsx.engines.making_state import is_making_state
 from dsx.engines.masters import Masters, MastersAdapter, Piece
 from dsx.engines.masters_apart import counts_steps_of_groups, refuse_quantized
 from dsx.engines.untrained import Untrained
@@ -77,7 +77,7 @@ class TorchAdapter(MastersAdapter):
         self._backwards = backwards
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
-        self.ignores_steps = False  # whether what optimizers step is no inner step
+        self._is_stepping_fragment = False  # whether optimizers step one alone
         self._hooks: list[Hook] = self._apart.follow_loads()
         self.stage = Stage()
         device = next(iter(parameters.values())).device
@@ -146,7 +146,8 @@ class TorchAdapter(MastersAdapter):
 
         def follow(index: int) -> Callable[[Optimizer, Any, Any], None]:
             def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                if not self.ignores_steps and self._take_note(index):
+                is_other = self._is_stepping_fragment or is_making_state()
+                if not is_other and self._take_note(index):
                     callback(all(_was_skipped(o) for o in self._optimizers))
                     self.end_inner_step()
 
@@ -156,15 +157,6 @@ class TorchAdapter(MastersAdapter):
             hook: Any = torch.compiler.disable(follow(index))  # of a compiled step, too
             self._hooks.append(optimizer.register_step_post_hook(hook))
         _attached.update({p: self._names[id(p)] for p in self._parameters})
-
-    @contextmanager
-    def ignoring_steps(self) -> Generator[None, None, None]:
-        """Count nothing inside as an inner step: torch steps an optimizer to make its state."""
-        before, self.ignores_steps = self.ignores_steps, True
-        try:
-            yield
-        finally:
-            self.ignores_steps = before
 
     def _take_note(self, index: int) -> bool:
         """Note that an optimizer has stepped; return whether all have."""
@@ -255,12 +247,13 @@ class TorchAdapter(MastersAdapter):
         others = [(p, p.grad) for _, params in held for p in params if id(p) not in own]
         for parameter, _ in others:
             parameter.grad = None
+        self._is_stepping_fragment = True
         try:
-            with self.ignoring_steps():
-                for optimizer, params in held:
-                    if any(id(p) in own for p in params):
-                        optimizer.step()
+            for optimizer, params in held:
+                if any(id(p) in own for p in params):
+                    optimizer.step()
         finally:
+            self._is_stepping_fragment = False
             for parameter, gradient in others:
                 parameter.grad = gradient
         for parameter in self._members[fragment]:

@@ -8,29 +8,16 @@ would go beyond it. Its first step is an error then, before it changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from dsx.core.engine import EngineAdapter
-from dsx.engines.torch import TorchAdapter
+from dsx.engines.making_state import is_making_state
 from dsx.outer.digest import Digests
 from dsx.run.session import RouteNotTaken
-from dsx.training.handle import Handle
-
-
-@contextmanager
-def taking_no_step(*handles: Handle) -> Generator[None, None, None]:
-    """Save or load what optimizers keep: torch steps those that have kept nothing yet."""
-    with ExitStack() as stack:
-        for handle in handles:
-            adapter = handle.loop.adapter
-            if isinstance(adapter, TorchAdapter):  # no engine's, which step by themselves
-                stack.enter_context(adapter.ignoring_steps())
-        yield
 
 
 class FirstStep:
@@ -51,7 +38,7 @@ class FirstStep:
         self._expected = None
 
     def _compare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(self._adapter, TorchAdapter) and self._adapter.ignores_steps:
+        if is_making_state():
             return
         expected, self._expected = self._expected, None
         if expected is None or expected == self._digests():

@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ class Copying:
         self._has: dict[int, bool] = {}  # clusters that are done with it, and whether it is there
         self._silence = Silence(notices.cluster)
         self._marks: list[Path] = []  # tags whose manifests are still to be written there
-        self._common: set[str] = set()  # tags that all have there
+        self._common: dict[str, int] = {}  # what all have there: steps by tag
         self._last: _Copy | None = None  # that this cluster has saved
         self._copied: set[tuple[str, int]] = set()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -163,8 +163,8 @@ class Copying:
         waits_for = self._waits_for & {*self._members()}
         if self._open is not None and waits_for <= self._has.keys():
             if all(self._has[cluster] for cluster in waits_for):
-                self._common.add(self._open.tag)
-                self._do(partial(self._delete, {*self._common}))
+                self._common[self._open.tag] = self._open.step
+                self._do(partial(self._delete, {**self._common}))
             self._open = None
             self._begin_if_free()
         elif self._open is not None:
@@ -321,7 +321,7 @@ class Copying:
             "on", url, sorted(waits_for), seconds,
         )  # fmt: skip
 
-    def _delete(self, common: Collection[str]) -> None:
+    def _delete(self, common: Mapping[str, int]) -> None:
         if not self._is_closed:
             self._old.delete(common)
 

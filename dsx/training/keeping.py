@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,7 @@ class Keeping:
         self._numbers: dict[tuple[str, int], int] = {}  # of them, by tag and step
         self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
-        self._common: dict[Path, set[str]] = {}  # tags that all have, by directory
+        self._common: dict[Path, dict[str, int]] = {}  # what all have: steps by folder and tag
         self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
 
@@ -148,9 +148,12 @@ class Keeping:
         if self._waiting is not None:
             self._waiting = [one for one in self._waiting if one[0] != path]
 
-    def loaded(self, path: Path) -> None:
-        """Enter a checkpoint that all clusters have loaded."""
-        self._common.setdefault(path.parent, set()).add(path.name)
+    def loaded(self, path: Path, step: int) -> None:
+        """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
+        common, tag = self._common_in(path.parent), path.name.removesuffix(REPLACED)
+        for name in (tag, f"{tag}{REPLACED}"):
+            common.pop(name, None)
+        common[path.name] = step
 
     def put_back(self, directory: Path, tag: str) -> None:
         """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
@@ -158,10 +161,10 @@ class Keeping:
         Else the next save would delete it, and leave what other clusters may not have. On the first
         rank; OSError.
         """
-        common = self._common.get(directory, set())
-        if f"{tag}{REPLACED}" in common and tag not in common:
+        common = self._common_in(directory)
+        if f"{tag}{REPLACED}" in common:
             put_back(directory, tag)
-            common.discard(f"{tag}{REPLACED}")
+            del common[f"{tag}{REPLACED}"]
 
     def marked(self, path: Path) -> None:
         """Take that a checkpoint is none to go on from any more: its manifest says so."""
@@ -175,9 +178,10 @@ class Keeping:
             self._having.setdefault(key, set()).add(notice.cluster)
             path = self._paths.get(key)
             if path is not None and self._having[key] >= {*self._members()}:
-                self._common.setdefault(path.parent, set()).add(key[0])
+                common = self._common_in(path.parent)
+                common[key[0]] = key[1]
                 if self._keep is not None:
-                    self._begin(partial(self._delete, path.parent, {*self._common[path.parent]}))
+                    self._begin(partial(self._delete, path.parent, {**common}))
                 if self._copying is not None:
                     self._copying.held_by_all(path, key[1])
                 self._delete_put_off(self._numbers[key])
@@ -193,6 +197,9 @@ class Keeping:
         if self._is_over:  # what was being copied
             due, self._put_off = self._put_off, []
             self._delete_of_library(due)
+
+    def _common_in(self, directory: Path) -> dict[str, int]:
+        return self._common.setdefault(directory.resolve(), {})
 
     def _begin(self, delete: Callable[[], None]) -> None:
         before = self._thread
@@ -225,7 +232,7 @@ class Keeping:
             if self._copying is not None:
                 self._copying.gone(one.path)
 
-    def _delete(self, directory: Path, common: set[str]) -> None:
+    def _delete(self, directory: Path, common: Mapping[str, int]) -> None:
         assert self._keep is not None
         try:
             gone = superfluous(complete_tags(directory), common, self._keep)

@@ -7,7 +7,7 @@ have another one there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from dsx.checkpoint.checksums import REPLACED
 from dsx.checkpoint.keep import superfluous
@@ -31,8 +31,10 @@ class OldCopies:
         """Take that there is one of this name, again."""
         self._gone.discard(tag)
 
-    def delete(self, common: Collection[str]) -> None:
-        """Delete what may go, where all clusters have the tags in `common`; a warning if not."""
+    def delete(self, common: Mapping[str, int]) -> None:
+        """Delete what may go, where all clusters have `common`: tags, and of which steps. A warning
+        if that cannot be.
+        """
         gone = {*self._gone}
         if self._keep is None and not gone:
             return

@@ -179,7 +179,7 @@ class Saving:
             restore_data(loop, self.tracked, directory, states, deals, is_new, is_other_number)
         self._of_step = {}
         self.last = directory
-        self.keeping.loaded(directory)
+        self.keeping.loaded(directory, loop.history.step)
         self._records.begin(loop.history.step, loop.totals, directory)
         with self.naming_last():
             loop.settle()  # whoever lacks a mean that is held here gets it at once

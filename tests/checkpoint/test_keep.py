@@ -17,7 +17,7 @@ from dsx.checkpoint.leftovers import begin_writing, end_writing
 from dsx.checkpoint.tags import begin_tag, complete_tags
 from dsx.training.keeping import Keeping
 from dsx.training.notices import Due
-from tests.checkpoint.test_tags import write
+from tests.checkpoint.test_tags import chosen, write
 
 
 def steps(directory: Path) -> list[int]:
@@ -30,13 +30,15 @@ def test_what_is_older_than_the_last_few_good_ones_goes(tmp_path: Path) -> None:
     write(tmp_path, 0, 5, is_finished=True)
     write(tmp_path, 0, 50, trouble="the masters at step 50: not finite")
     held = complete_tags(tmp_path / "cluster_0")
-    common = set(held)
+    common = {tag: told["step"] for tag, told in held.items()}
     assert superfluous(held, common, 2) == ["step10", "step20"]  # 50 does not count, 5 is a model
     assert superfluous(held, common, 4) == []
-    assert superfluous(held, {"step10", "step50"}, 1) == []  # 20 to 40 may be lacking elsewhere
-    assert superfluous(held, {"step30"}, 1) == ["step10", "step20"]
+    assert (
+        superfluous(held, {"step10": 10, "step50": 50}, 1) == []
+    )  # 20 to 40 may be lacking elsewhere
+    assert superfluous(held, {"step30": 30}, 1) == ["step10", "step20"]
     del held["step30"]["trouble"]  # of an older dsx: not known to be finite
-    assert superfluous(held, {"step30"}, 1) == []
+    assert superfluous(held, {"step30": 30}, 1) == []
     (tmp_path / "cluster_0" / "step10" / "dsx.json").write_text("{")
     held = complete_tags(tmp_path / "cluster_0")
     assert superfluous(held, common, 2) == ["step20"]
@@ -48,8 +50,8 @@ def test_what_was_before_it_was_written_again_goes_where_all_have_the_new_one(
     for session in "ab":
         write(tmp_path, 0, 10, session)
     held = complete_tags(tmp_path / "cluster_0")
-    assert superfluous(held, {"step10"}, 1) == ["step10.replaced"]
-    assert superfluous(held, set(), 1) == []
+    assert superfluous(held, {"step10": 10}, 1) == ["step10.replaced"]
+    assert superfluous(held, {}, 1) == []
 
 
 def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
@@ -157,6 +159,39 @@ def test_what_is_not_good_in_another_cluster_does_not_count_here(what: str, tmp_
         if step == 40:
             assert [steps(tmp_path / f"cluster_{m}") for m in range(2)] == [[10, 20, 30, 40]] * 2
     assert [steps(tmp_path / f"cluster_{m}") for m in range(2)] == [[20, 30, 40, 50]] * 2
+
+
+@pytest.mark.parametrize("is_told_last", [True, False])
+def test_a_name_that_one_cluster_has_written_again_is_not_what_all_have(
+    is_told_last: bool, tmp_path: Path
+) -> None:
+    """Cluster 0 has saved `last` of step 12 before it hears that cluster 1 has that of step 8."""
+    board = Board()
+    clusters = [Keeping(board.of(m), lambda: (0, 1), True, 1, lambda path: None) for m in range(2)]
+
+    def save(cluster: int, step: int) -> None:
+        write(tmp_path, cluster, step, tag="last")
+        clusters[cluster].saved(tmp_path / f"cluster_{cluster}" / "last", step)
+
+    def pass_boundary() -> None:
+        for keeping in clusters:
+            keeping.pass_boundary()
+            keeping.close()
+
+    save(0, 8)
+    clusters[0].pass_boundary()
+    if not is_told_last:
+        save(1, 8)
+        pass_boundary()
+    save(0, 12)
+    if is_told_last:
+        save(1, 8)
+    pass_boundary()
+    assert steps(tmp_path / "cluster_0") == [8, 12]
+    assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
+    save(1, 12)
+    pass_boundary()
+    assert [steps(tmp_path / f"cluster_{m}") for m in range(2)] == [[12], [12]]
 
 
 def test_a_deletion_that_fails_is_a_warning(

@@ -43,7 +43,7 @@ from dsx.run.accelerate.refusals import (
     refuse_settings,
 )
 from dsx.run.block import RunBlock
-from dsx.run.first_step import FirstStep, taking_no_step
+from dsx.run.first_step import FirstStep
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.data_sources import Source
@@ -195,16 +195,36 @@ def test_a_step_of_torchs_own_to_make_an_optimizers_state_is_no_inner_step() -> 
     adapter, steps = TorchAdapter(model, optimizer, WholeModel()), list[bool]()
     adapter.on_inner_step(steps.append)
     FirstStep(adapter, [optimizer], "prepare()", "load them before")
-    handle: Any = SimpleNamespace(loop=SimpleNamespace(adapter=adapter))
     model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
-    with taking_no_step(handle):
-        get_optimizer_state_dict(model, optimizer)
+    get_optimizer_state_dict(model, optimizer)
     assert optimizer.state and not steps and model.weight.eq(1).all()
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RouteNotTaken):
         optimizer.step()
     optimizer.step()
     assert steps == [False]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_step_inside_the_backward_is_a_first_step_and_no_inner_step(is_loaded: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapter, steps = TorchAdapter(model, optimizer, WholeModel()), list[bool]()
+    adapter.on_inner_step(steps.append)
+    adapter.watch_backward(lambda fragment: None, "after")
+    FirstStep(adapter, [optimizer], "prepare()", "load them before")
+    if is_loaded:
+        model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        with pytest.raises(RouteNotTaken):
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.eq(1).all()
+        return
+    before = model.weight.detach().clone()
+    for count in range(1, 3):
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(steps) == count - 1
+        optimizer.step()
+        assert len(steps) == count and torch.allclose(model.weight, before - 0.1 * count)
 
 
 def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) -> Any:

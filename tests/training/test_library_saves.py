@@ -15,6 +15,7 @@ import torch
 
 import dsx
 from dsx.checkpoint.checksums import MANIFEST, find_damage
+from dsx.checkpoint.diverged import mark_diverged
 from dsx.checkpoint.places import by_tag
 from dsx.checkpoint.remote import Remote
 from dsx.checkpoint.tags import complete_tags
@@ -203,7 +204,7 @@ def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
         write(tmp_path, cluster, step, tag="last")
     assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
     if is_loaded:
-        keeping.loaded(own / "last.replaced")
+        keeping.loaded(own / "last.replaced", 4)
     keeping.put_back(own, "last")  # as each save begins
     steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
     assert steps == ({"last": 4} if is_loaded else {"last": 8, "last.replaced": 4})
@@ -214,6 +215,51 @@ def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
         assert chosen(tmp_path, "last") == [(0, "last"), (1, "last")]
         keeping.put_back(own, "last")
         assert complete_tags(own)["last"]["step"] == 8
+
+
+@pytest.mark.parametrize("what", ["gone back", "gone back, told late", "loaded again"])
+def test_what_is_put_back_is_what_all_clusters_have_loaded_last(what: str, tmp_path: Path) -> None:
+    """In one process `last` is loaded, or common, and what it was before, or the other way."""
+    clusters = Clusters(tmp_path)
+    own, keeping = tmp_path / "cluster_0", clusters.all[0]
+    for cluster in range(2):
+        write(tmp_path, cluster, 4, tag="last")
+    keeping.loaded(own / "last", 4)
+    for cluster in range(2):
+        write(tmp_path, cluster, 8, tag="last")
+        clusters.all[cluster].saved(tmp_path / f"cluster_{cluster}" / "last", 8)
+    if what != "gone back, told late":
+        clusters.pass_boundary()
+    for cluster in range(2):
+        mark_diverged(tmp_path / f"cluster_{cluster}", 7, "a")
+    keeping.loaded(own / "last.replaced", 4)
+    clusters.pass_boundary()
+    if what == "loaded again":
+        keeping.loaded(own / "last", 8)
+    keeping.put_back(own, "last")
+    steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
+    assert steps == ({"last": 8, "last.replaced": 4} if what == "loaded again" else {"last": 4})
+    if what != "loaded again":
+        write(tmp_path, 0, 6, tag="last")  # and cluster 1 is killed before
+        assert chosen(tmp_path, None) == [(0, "last.replaced"), (1, "last.replaced")]
+    allow(0, 1)
+    clusters.close()
+
+
+@pytest.mark.parametrize("loaded", ["{}/cluster_0", "cluster_0", "cluster_1/../cluster_0", "link"])
+def test_what_was_loaded_is_put_back_where_one_folder_has_two_names(
+    loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for cluster, step in ((0, 4), (1, 4), (0, 8)):
+        write(tmp_path, cluster, step, tag="last")
+    (tmp_path / "link").symlink_to("cluster_0")
+    clusters = Clusters(tmp_path)
+    clusters.all[0].loaded(Path(loaded.format(tmp_path)) / "last.replaced", 4)
+    clusters.all[0].put_back(Path("cluster_0"), "last")
+    write(tmp_path, 0, 8, tag="last")
+    assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
+    clusters.close()
 
 
 class Kept:

@@ -32,7 +32,6 @@ from dsx.run.accelerate.parts import (
     whole_states,
 )
 from dsx.run.accelerate.saves import bring
-from dsx.run.first_step import taking_no_step
 from dsx.run.replace import around
 from dsx.training.manifest import manifest_of
 
@@ -153,8 +152,7 @@ def _save_own(
         if engines:
             with saving.part():
                 put_back_whole(directory.parent, world, len(engines))
-        handles = [one.handle for one in trained]
-        with _engines_wait(engines, "save_checkpoint") as asked, taking_no_step(*handles):
+        with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
             saving.do(lambda place=place, one=one: one.handle.write(place))
@@ -200,8 +198,7 @@ def _load(
             "order of the data are not those of before", base, saved["num_ranks"], world.world_size,
         )  # fmt: skip
     engines = [one.model for one in trained if one.is_engine]
-    handles = [one.handle for one in trained]
-    with _engines_wait(engines, "load_checkpoint") as asked, taking_no_step(*handles):
+    with _engines_wait(engines, "load_checkpoint") as asked:
         of_accelerate(directory)
     for engine, of_engine, more in asked:
         engine.load_checkpoint(str(base), parts.get(of_engine, of_engine), **more)
@@ -216,7 +213,7 @@ def _load(
             f"of step {saved['step']}: a cluster was killed while it saved there again; load an "
             "earlier one"
         )
-    handle.keeping.loaded(directory)
+    handle.keeping.loaded(directory, handle.step)
 
 
 def _inner(one: Trained) -> list[Any]:

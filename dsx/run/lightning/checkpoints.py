@@ -28,7 +28,6 @@ from dsx.checkpoint.tags import complete_tag
 from dsx.config.files import ConfigError
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
-from dsx.run.first_step import taking_no_step
 from dsx.run.folders import move_into
 from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
@@ -113,8 +112,7 @@ class _Tag:
 
     def write(self) -> None:
         """Write it, or once more where `finish()` has applied what was under way."""
-        with taking_no_step(self._fit.require_handle()):
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
         if not self._progress:
             self._progress = {n: checkpoint[n] for n in _OF_PROGRESS if n in checkpoint}
         checkpoint.update(self._progress)

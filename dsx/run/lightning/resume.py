@@ -15,7 +15,6 @@ from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.remote import open_remote
 from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.resume_point import choose
-from dsx.run.first_step import taking_no_step
 from dsx.run.lightning.checkpoints import FILE, SUFFIX, link, tag_of, writes_folder
 from dsx.run.lightning.fit import Fit, fit_of, has_engine, is_fitting
 from dsx.run.lightning.hooks import around, known_to, modules_of
@@ -154,8 +153,7 @@ def _restore(original: Callable[..., Any], connector: Any) -> None:
     if fit is None or fit.resume is None or not is_here:
         original()
         return
-    with taking_no_step(fit.require_handle()):
-        original()
+    original()
     fit.require_handle().load(fit.resume)
     fit.watch_weights(trainer.strategy)
 
