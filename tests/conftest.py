@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[*slow])
 
     def order(item: pytest.Item) -> tuple[bool, bool]:
-        has_ranks = hasattr(getattr(item, "module", None), "run_distributed")
+        module = getattr(item, "module", None)
+        has_ranks = hasattr(module, "run_distributed") or hasattr(module, "run_by_parts")
         return not item.nodeid.startswith(MEGATRON), not has_ranks
 
     items.sort(key=order)

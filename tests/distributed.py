@@ -13,10 +13,12 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.templates import ForkedRank, environment_of_imports, start_templates
+
+PART = 2  # see `run_by_parts`
 
 
 def free_port() -> int:
@@ -91,6 +93,19 @@ def run_distributed(
             process.kill()
             process.join()
         shutil.rmtree(extensions, ignore_errors=True)
+
+
+def run_by_parts(
+    function: Callable[..., Any], world_size: int, *args: Any, of: Sequence[Any], **options: Any
+) -> list[list[Any]]:
+    """Return per rank the lists `function(*args, part)` as one; `options` are `run_distributed`'s.
+
+    A part is `PART` of the things, in processes of its own: engines leave groups, with threads and
+    files, by which all that follows in the same processes takes longer, up to twice as long.
+    """
+    parts = [of[start : start + PART] for start in range(0, len(of), PART)]
+    found = [run_distributed(function, world_size, *args, part, **options) for part in parts]
+    return [[value for part in found for value in part[rank]] for rank in range(world_size)]
 
 
 def _collect(results: Any, ranks: list[Any], until: float) -> list[Any]:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import multiprocessing.context
 import os
 import sys
@@ -27,6 +28,7 @@ PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_m
 
 
 environment_of_imports: dict[str, str] = {}  # what importing has set
+main_process = multiprocessing.current_process()  # in a template: before anything is forked
 
 
 def preload(

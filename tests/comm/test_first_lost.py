@@ -6,9 +6,10 @@ import gc
 import os
 import random
 import re
-import subprocess
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dsx.compress.averaging import ExactMean
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost, Submission
 from tests.distributed import free_port, run_distributed
+from tests.forked_commands import ForkedCommand
 
 NUM_LOSSES = 24
 _stores: list[dist.Store] = []  # the server lives as long as its process, which ends with all
@@ -81,30 +83,32 @@ def test_the_first_one_lost_is_named_by_all() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("victim", range(3))
-def test_a_killed_site_is_named_by_the_two_others(victim: int) -> None:
+def test_a_killed_site_is_named_by_the_two_others(victim: int, tmp_path: Path) -> None:
     store, launcher = free_port(), [free_port() for _ in range(3)]
+    logs = [tmp_path / str(m) for m in range(3)]
     sites = [
-        subprocess.Popen(
+        ForkedCommand(
             [sys.executable, "-m", "tests.comm.three_sites", str(m), str(store)],
-            env={
+            logs[m],
+            {
                 **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher[m]),
             },
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for m in range(3)
     ]  # fmt: skip
     try:
-        for site in sites:
-            assert site.stdout is not None
-            assert site.stdout.readline() == "training\n"
+        for site, log in zip(sites, logs, strict=True):
+            while "training\n" not in log.read_text():
+                assert site.poll() is None, log.read_text()
+                time.sleep(0.05)
         sites[victim].kill()
         for m, site in enumerate(sites):
             if m != victim:
-                said, _ = site.communicate(timeout=30)
+                site.wait(60)
+                said = logs[m].read_text()
                 assert re.search(f"PeerLost: fragment .*: cluster {victim} ", said), said
     finally:
         for site in sites:
             site.kill()
-            site.communicate()
+            site.wait()

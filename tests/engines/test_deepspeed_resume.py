@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dsx.method.choices import PRESETS
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts, run_distributed
 from tests.engines.engines import quiet
 from tests.engines.resumes import PLACES, ROWS, differences, go_on, train
 from tests.installed import needs
@@ -155,6 +155,10 @@ def stop_and_resume(base: str, runs: Sequence[Run]) -> dict[str, Any]:
     return results
 
 
+def stop_and_resume_each(base: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return stop_and_resume(base, runs)["runs"]
+
+
 def stop_all(base: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Leave what was held on disk, for the processes that go on."""
     rank = os.environ["RANK"]
@@ -194,10 +198,11 @@ def test_resume_is_bit_for_bit(run: Run, covered: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_resume_of_every_preset_and_at_every_stop_is_bit_for_bit(tmp_path: Path) -> None:
-    ranks = run_distributed(stop_and_resume, 4, str(tmp_path), COVER_MORE, timeout_seconds=280)
+    ranks = run_by_parts(stop_and_resume_each, 4, str(tmp_path), of=COVER_MORE, timeout_seconds=280)
     for index, run in enumerate(COVER_MORE):
-        check(run, [rank["runs"][index] for rank in ranks])
+        check(run, [rank[index] for rank in ranks])
 
 
 def check(run: Run, of_ranks: Sequence[dict[str, Any]]) -> None:

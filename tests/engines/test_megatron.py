@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts, run_distributed
 from tests.engines.engines import NUM_CLUSTERS
 from tests.engines.megatron_fully_sharded import difference_in_buffers
 from tests.engines.megatrons import (
@@ -152,9 +152,8 @@ def train_coded(kind: Kind) -> list[dict[str, Any]]:
     return [train(kind, **changes) for changes in CODED.values()]
 
 
-def train_everything(kinds: list[Kind], coded: Kind) -> Any:
-    overflown = train(Kind(pipeline=2, precision="fp16"), skipped=SKIPPED)
-    return train_kinds(kinds), train_coded(coded), overflown
+def train_coded_and_overflowing(kind: Kind) -> Any:
+    return train_coded(kind), train(Kind(pipeline=2, precision="fp16"), skipped=SKIPPED)
 
 
 def difference_of_weights(engine: Engine) -> float:
@@ -179,15 +178,16 @@ def as_arrays(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Any]:
-    coded = Kind(tensor=2)
-    return run_distributed(
-        train_everything, 4, TWO_RANKS, coded, timeout_seconds=280, engine="megatron"
+    ranks = run_by_parts(train_kinds, 4, of=TWO_RANKS, timeout_seconds=280, engine="megatron")
+    others = run_distributed(
+        train_coded_and_overflowing, 4, Kind(tensor=2), timeout_seconds=280, engine="megatron"
     )
+    return [(rank, *other) for rank, other in zip(ranks, others, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[list[dict[str, Any]]]:
-    return run_distributed(train_kinds, 8, FOUR_RANKS, timeout_seconds=280, engine="megatron")
+    return run_by_parts(train_kinds, 8, of=FOUR_RANKS, timeout_seconds=280, engine="megatron")
 
 
 def check(kind: Kind, results: list[dict[str, Any]]) -> None:
@@ -233,19 +233,21 @@ def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_more_of_two_ranks_equal_the_reference() -> None:
-    trained = run_distributed(train_kinds, 4, MORE_OF_TWO, timeout_seconds=280, engine="megatron")
+    trained = run_by_parts(train_kinds, 4, of=MORE_OF_TWO, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(MORE_OF_TWO):
         check(kind, [rank[index] for rank in trained])
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kinds", "num_ranks"),
     [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8), (BIASED, 4), (BIASED_OF_FOUR, 8)],
 )
 def test_experts_equal_the_reference(kinds: list[Kind], num_ranks: int) -> None:
-    trained = run_distributed(train_kinds, num_ranks, kinds, timeout_seconds=280, engine="megatron")
+    trained = run_by_parts(train_kinds, num_ranks, of=kinds, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(kinds):
         check(kind, [rank[index] for rank in trained])
 
@@ -283,7 +285,7 @@ def test_a_step_that_overflows_in_one_cluster_counts(two_ranks: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_of_four_ranks_equal_the_reference() -> None:
-    trained = run_distributed(train_kinds, 8, MORE, timeout_seconds=580, engine="megatron")
+    trained = run_by_parts(train_kinds, 8, of=MORE, timeout_seconds=580, engine="megatron")
     for index, kind in enumerate(MORE):
         check(kind, [rank[index] for rank in trained])
 

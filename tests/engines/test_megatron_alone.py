@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsx
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts
 from tests.engines.megatrons import (
     Engine,
     Kind,
@@ -104,7 +104,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.ci
 @pytest.mark.parametrize(("kinds", "num_ranks"), [(KINDS, 2), (OF_FOUR, 4)])
 def test_one_cluster_equals_plain_megatron(kinds: list[Kind], num_ranks: int) -> None:
-    trained = run_distributed(train_both, num_ranks, kinds, timeout_seconds=280, engine="megatron")
+    trained = run_by_parts(train_both, num_ranks, of=kinds, timeout_seconds=280, engine="megatron")
     for rank in trained:
         for kind, found in zip(kinds, rank, strict=True):
             assert found["moved"] and found["syncs"] == 2, kind

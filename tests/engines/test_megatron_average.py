@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts
 from tests.engines.engines import NUM_CLUSTERS
 from tests.engines.megatrons import (
     Kind,
@@ -66,7 +66,7 @@ def train_apart_and_together(kind: Kind) -> dict[str, Any]:
 
 
 def check(kinds: list[Kind], num_ranks: int) -> None:
-    ranks = run_distributed(train_kinds, num_ranks, kinds, timeout_seconds=280, engine="megatron")
+    ranks = run_by_parts(train_kinds, num_ranks, of=kinds, timeout_seconds=280, engine="megatron")
     per_cluster = num_ranks // NUM_CLUSTERS
     for index, kind in enumerate(kinds):
         for rank in range(per_cluster):

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from dsx.checkpoint.checksums import of_manifest
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts, run_distributed
 from tests.engines.megatrons import (
     Engine,
     Kind,
@@ -183,29 +183,34 @@ def having_children() -> Iterator[None]:
             child.kill()
 
 
-def run(base: str, kinds: list[Kind]) -> dict[str, Any]:
+def resume_kinds(base: str, kinds: list[Kind]) -> list[dict[str, Any]]:
     with having_children():
         join()
-        root = Path(base)
-        results = [resume_kind(kind, root / str(kind)) for kind in kinds]
+        results = [resume_kind(kind, Path(base) / str(kind)) for kind in kinds]
         dist.barrier()
-        foreign = try_foreign(root / str(RESUMED[0])) if kinds == RESUMED else {}
-        return {"resumed": results, "foreign": foreign}
+        return results
+
+
+def run(base: str) -> dict[str, Any]:
+    with having_children():
+        results = resume_kinds(base, RESUMED)
+        return {"resumed": results, "foreign": try_foreign(Path(base) / str(RESUMED[0]))}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     base = tmp_path_factory.mktemp("megatron")
-    return run_distributed(run, 4, str(base), RESUMED, timeout_seconds=290, engine="megatron")
+    return run_distributed(run, 4, str(base), timeout_seconds=290, engine="megatron")
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_resume_of_further_kinds_is_bit_for_bit(tmp_path: Path) -> None:
     """Among them random top-k, whose rest the local model keeps."""
-    ranks = run_distributed(
-        run, 4, str(tmp_path), RESUMED_TOO, timeout_seconds=290, engine="megatron"
+    ranks = run_by_parts(
+        resume_kinds, 4, str(tmp_path), of=RESUMED_TOO, timeout_seconds=290, engine="megatron"
     )
-    for results in (rank["resumed"] for rank in ranks):
+    for results in ranks:
         assert [result["is_coded"] for result in results] == [
             k.preset == "cocktail_sgd" for k in RESUMED_TOO
         ]

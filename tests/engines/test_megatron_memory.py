@@ -13,7 +13,7 @@ from dsx.core.types import Stage
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model_files import Batch
 from dsx.plan.stage_weights import stage_shapes
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts
 from tests.engines import megatrons
 from tests.engines.megatron_plans import planned
 from tests.engines.megatrons import Kind, build_engine, dsx_config, needs_megatron, train_step
@@ -73,7 +73,7 @@ def all_held(kinds: list[Kind]) -> list[dict[str, Any]]:
 
 @pytest.mark.ci
 def test_plans_are_what_small_models_hold() -> None:
-    ranks = run_distributed(all_held, 4, KINDS, timeout_seconds=200, engine="megatron")
+    ranks = run_by_parts(all_held, 4, of=KINDS, timeout_seconds=200, engine="megatron")
     config = load_config(dsx_config(**CHANGES))
     for index, kind in enumerate(KINDS):
         model, cluster = planned(kind, 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import run_distributed
+from tests.distributed import run_by_parts
 from tests.engines.engines import NUM_CLUSTERS
 from tests.engines.megatrons import (
     Kind,
@@ -68,9 +68,10 @@ def train_all(base: str, kinds: list[Kind]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_clusters_hold_the_mean_and_resume(tmp_path: Path) -> None:
-    ranks = run_distributed(
-        train_all, 4, str(tmp_path), KINDS, timeout_seconds=290, engine="megatron"
+    ranks = run_by_parts(
+        train_all, 4, str(tmp_path), of=KINDS, timeout_seconds=200, engine="megatron"
     )
     for index, kind in enumerate(KINDS):
         results = [rank[index] for rank in ranks]

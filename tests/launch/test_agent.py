@@ -37,15 +37,12 @@ def made(launch: Any, tmp_path: Path) -> Generator[Any]:
 
 def start(launch: Any, sites: Sites, site: int, saved: Path, *options: Any, steps: int) -> Launcher:
     """Start a site's agent; its script goes on from what is saved, if anything is."""
-    script = (
-        f"resume=; [ -d {saved} ] && resume=--resume; "
-        f'exec deepspeed --num_gpus 2 --master_port {free_port()} "$0" "$@" $resume'
-    )
-    how = ["dsx", "agent", "--wait", 1, *options, "--", "sh", "-c", script]
+    launcher = ["deepspeed", "--num_gpus", 2, "--master_port", free_port()]
+    how = ["dsx", "agent", "--wait", 1, *options, "--", *launcher]
     return launch(
         f"agent_{sites.names[site]}", how, "--deepspeed_config", sites.configs[site], "--steps",
-        steps, "--save-dir", saved, "--out", saved.parent / "out", "--step-seconds", 0.1,
-        "--dsx-cluster-id", site,
+        steps, "--save-dir", saved, "--resume-if-saved", "--out", saved.parent / "out",
+        "--step-seconds", 0.1, "--dsx-cluster-id", site,
     )  # fmt: skip
 
 

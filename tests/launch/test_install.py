@@ -97,7 +97,7 @@ def test_an_installation_without_a_compiler_goes_without_native_kernels(
     assert why == "they were not built: no C compiler was there at installation, or it failed\n"
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])
 def test_it_runs_from_an_installation(built: dict[str, Path], tmp_path: Path, kind: str) -> None:
     run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], tmp_path)
     python = tmp_path / "venv" / "bin" / "python"

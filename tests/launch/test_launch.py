@@ -19,6 +19,7 @@ from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
+from tests.forked_commands import ForkedCommand, can_be_forked
 from tests.installed import needs
 from tests.tiny import CASES
 
@@ -59,7 +60,10 @@ class Launcher:
         how: int | list[Any],
         *args: Any,
         script: Path = SCRIPT,
+        is_executed: bool = False,
     ) -> None:
+        """Start it; in Python it is forked (see forked_commands.py) unless it is to be executed."""
+        self.process: subprocess.Popen[bytes] | ForkedCommand
         self.log = directory / f"{name}.log"
         own = ["--num_gpus", how, "--master_port", free_port()]
         command = how if isinstance(how, list) else ["deepspeed", *own]
@@ -72,8 +76,13 @@ class Launcher:
             "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
+        words = [str(part) for part in [*command, script, *args]]
+        self.log.write_bytes(b"")
+        if not is_executed and can_be_forked(words, environment):
+            self.process = ForkedCommand(words, self.log, environment)
+            return
         self.process = subprocess.Popen(
-            [str(part) for part in [*command, script, *args]],
+            words,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env=environment,
@@ -127,8 +136,8 @@ class Launcher:
 def launch(tmp_path: Path) -> Any:
     started: list[Launcher] = []
 
-    def start(name: str, how: int | list[Any], *args: Any, script: Path = SCRIPT) -> Launcher:
-        started.append(Launcher(tmp_path, name, how, *args, script=script))
+    def start(name: str, how: int | list[Any], *args: Any, **kwargs: Any) -> Launcher:
+        started.append(Launcher(tmp_path, name, how, *args, **kwargs))
         return started[-1]
 
     yield start
@@ -213,7 +222,7 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     config.write_text(json.dumps(document))
     common = ["--deepspeed_config", config, "--save-dir", tmp_path / "saved", "--steps"]
     slow = [*common, 1000, "--step-seconds", 0.1, "--dsx-cluster-id"]
-    clusters = [launch(f"killed{m}", 1, *slow, m) for m in range(2)]
+    clusters = [launch(f"killed{m}", 1, *slow, m, is_executed=True) for m in range(2)]
     for cluster in clusters:
         cluster.wait_for("saved 10")
     clusters[1].end()  # its launcher and its ranks, at once

@@ -33,7 +33,7 @@ def test_two_of_three_go_on_without_one_that_gets_sigterm_and_then_nobody_may_le
 ) -> None:
     sites = Sites(tmp_path, launch)
     sites.change("clusters", leave_after_seconds=1.0)
-    clusters = sites.start("first", "--steps", 150)
+    clusters = sites.start("first", "--steps", 10_000, "--stop-file", tmp_path / "stop")
     for cluster in clusters:
         cluster.wait_for("step 10\n", 180)
     sites.signal_ranks(2)
@@ -46,11 +46,12 @@ def test_two_of_three_go_on_without_one_that_gets_sigterm_and_then_nobody_may_le
     for m in range(2):
         clusters[m].wait_for("cluster 2 has left: going on with clusters 0, 1", 20)
     left = newest(tmp_path, 2)
-    assert left["is_preempted"] and left["has_left"] and left["step"] < 150
+    assert left["is_preempted"] and left["has_left"]
     refused = sites.ctl("leave", "--cluster", 1)
     assert (
         refused.returncode == 2 and "oslo (cluster 1): this cluster cannot leave" in refused.stderr
     )
+    (tmp_path / "stop").touch()
     for m in range(2):
         assert clusters[m].wait(120) == 0, clusters[m].output()
         assert "is lost" not in clusters[m].output()
@@ -59,14 +60,14 @@ def test_two_of_three_go_on_without_one_that_gets_sigterm_and_then_nobody_may_le
         for one in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         if one.get("kind") == "step"
     ]
-    assert [one["step"] for one in steps] == list(range(1, 151))
+    assert [one["step"] for one in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) > left["step"] + 10
     longest = max((one["seconds"], one["step"]) for one in steps[5:])
     with capsys.disabled():
         print(f"\nexit 0 {seconds:.1f} s after SIGTERM; longest step of the others: {longest}")
     assert longest[0] < 5
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_where_all_are_told_within_seconds_all_save_and_go_on_from_there(
     launch: Any, tmp_path: Path

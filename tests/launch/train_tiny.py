@@ -27,6 +27,7 @@ parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--save-dir")
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--resume-if-saved", action="store_true")
 parser.add_argument("--out")
 parser.add_argument("--reads", type=Path)  # training_data, and writes down what of it is read
 parser.add_argument("--stop-file", type=Path)  # asks for an early stop, once it is there
@@ -44,7 +45,7 @@ if args.reads:  # in this process: workers of each rank are many on a small mach
 engine, _, loader, _ = dsx.initialize(
     args=args, model=model, optimizer=optimizer, training_data=data
 )
-if args.resume:
+if args.resume or (args.resume_if_saved and Path(args.save_dir).is_dir()):
     engine.load_checkpoint(args.save_dir)
 started_at = engine.dsx.step
 batches = iter(loader) if args.reads else None

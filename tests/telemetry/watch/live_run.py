@@ -14,6 +14,7 @@ from typing import Any
 from dsx.bench.testbed import Testbed
 from tests.comm.links.folders import sites
 from tests.distributed import free_port
+from tests.forked_commands import ForkedCommand
 
 NAMES = ("berlin", "oslo")
 STEPS = 100_000
@@ -61,14 +62,14 @@ class LiveRun:
                 block["metrics"]["net_test"] = str(net_test)
             settings = {"dsx": block, "width": width, "told": told}
             (folder / f"{name}.json").write_text(json.dumps(settings))
-        self.processes: dict[int, list[subprocess.Popen[bytes]]] = {}
+        self.processes: dict[int, list[subprocess.Popen[bytes] | ForkedCommand]] = {}
 
     def start(self, cluster: int) -> None:
         """Start a cluster, for the first time or again."""
         own = {"WORLD_SIZE": self._ranks, "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}  # fmt: skip
         config = self._folder / f"{NAMES[cluster]}.json"
-        log = (self._folder / f"{NAMES[cluster]}.log").open("ab")
+        log = self._folder / f"{NAMES[cluster]}.log"
         self.processes[cluster] = []
         for rank in range(self._ranks):
             told = {**own, "RANK": rank, "LOCAL_RANK": rank}
@@ -76,13 +77,12 @@ class LiveRun:
             command = [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)]
             if self._testbed is not None:
                 environment["PYTHONPATH"] = str(ROOT)
-                process = self._testbed.start(cluster, command, environment, log.fileno())
+                with log.open("ab") as file:
+                    process = self._testbed.start(cluster, command, environment, file.fileno())
+                self.processes[cluster].append(process)
             else:
-                process = subprocess.Popen(
-                    command, env={**os.environ, **environment},
-                    stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                )  # fmt: skip
-            self.processes[cluster].append(process)
+                environment = {**os.environ, **environment}
+                self.processes[cluster].append(ForkedCommand(command, log, environment))
 
     def kill(self, cluster: int) -> None:
         """Kill a cluster."""
