@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from dsx.config.schema import preset
 from dsx.plan.candidate import Candidate
@@ -15,6 +17,9 @@ from dsx.plan.given import Given, require_sense
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import from_sizes
 from dsx.plan.offer import block_of
+from dsx.plan.question import Read
+from dsx.plan.ranking import best_of_each, ranked
+from dsx.plan.show import Outputs, show_plan
 from dsx.plan.variants import CODECS
 
 FRAGMENTS = {"by": "layer", "num_fragments": 4, "pattern": "sequential"}
@@ -81,6 +86,18 @@ def test_the_least_interval_is_that_of_the_cores_that_a_plan_has_chosen() -> Non
     row, search = chosen(target=0.999)
     found = [search.least_interval(replace(row, coding_cores=cores)) for cores in (1, 2, 4)]
     assert found == [32, 16, 8]
+
+
+def test_what_would_reach_the_target_is_said_of_the_table_s_cores() -> None:
+    """On a line of 4 kbit/s one core hides all coding, which then is too few on any better one."""
+    costs = Costs(copy_bytes_per_second=4e5)
+    question = replace(ASKED, link=Link(4e3), costs=costs, max_interval=20)
+    printed, search = StringIO(), Search(question)
+    assert not show_plan(Read(question), Outputs(), Console(file=printed))
+    rows = with_cores(best_of_each(ranked(search.candidates(), question)), search)
+    assert {row.coding_cores for row in rows} == {1}
+    assert {search.least_bits_per_second(row) for row in rows} == {None}
+    assert "what would:" in printed.getvalue() and "- a line of" not in printed.getvalue()
 
 
 @pytest.mark.parametrize("number", [3, None])
