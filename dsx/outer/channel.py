@@ -36,7 +36,9 @@ class FragmentChannel:
     while something is coded, or hashed.
 
     The `gate` is held while it is opened anew, looked at for a checkpoint, or coded at a launch;
-    each fragment has its own, so that none waits for another's coding, or for its state on a disk.
+    each fragment has its own. With two cores or more none waits so for another's state on a disk;
+    with one all do, as a launch reads it inside its turn. Residuals in bf16 or int8 that decay
+    share one work space, and wait for each other with any number.
     """
 
     def __init__(

@@ -151,21 +151,34 @@ class Search:
         )
 
     def predict(
-        self, method: Method, link: Link | None = None, cores: int | None = None
+        self,
+        method: Method,
+        link: Link | None = None,
+        cores: int | None = None,
+        slowdown: float = 1.0,
     ) -> Prediction:
-        """Return what a method does, on the question's link and cores or on others."""
+        """Return what a method does, on the question's link and cores or on others.
+
+        Coding takes `slowdown` times as long as the question says.
+        """
         question = self.question
-        link = link or question.link
-        costs = self._once(
-            ("costs", cores),
-            lambda: question.costs if cores is None else replace(question.costs, cores=cores),
-        )
+        link, costs = link or question.link, self._costs(cores, slowdown)
         delay = method.delay.steps, method.delay.rounds_under_way
         return self._once(
-            ("prediction", _seen_by_link(method), method.schedule, delay, link, cores),
+            ("prediction", _seen_by_link(method), method.schedule, delay, link, cores, slowdown),
             lambda: predict_traffic(
                 method, self._traffic_of(method), question.step_seconds, link, costs
             ),
+        )
+
+    def _costs(self, cores: int | None, slowdown: float = 1.0) -> Costs:
+        """Return the question's, on so many cores, each so much slower; None: as it says."""
+        costs = self.question.costs
+        if cores is None and slowdown == 1:
+            return costs
+        told = costs.cores if cores is None else cores
+        return self._once(
+            ("costs", cores, slowdown), lambda: replace(costs.slower(slowdown), cores=told)
         )
 
     def at(self, candidate: Candidate, bits_per_second: float) -> Prediction:
@@ -206,7 +219,7 @@ class Search:
             traffic,
             question.step_seconds,
             question.link,
-            question.costs,
+            self._costs(candidate.coding_cores),
             question.target,
         )
 

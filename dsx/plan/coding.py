@@ -132,12 +132,6 @@ def slowed(costs: Costs, compression: Compressor, slowdown: float) -> Costs:
     is_coded = isinstance(compression, Quantized)
     for wire in {compression.wire, compression.mean_wire} if is_coded else ():
         if wire in formats:
-            speeds = formats[wire]
-            formats[wire] = replace(
-                speeds,
-                encode=speeds.encode / slowdown,
-                decode=speeds.decode / slowdown,
-                encode_with_feedback=speeds.encode_with_feedback / slowdown,
-            )
+            formats[wire] = formats[wire].slower(slowdown)
     copies = costs.copy_bytes_per_second / slowdown
     return replace(costs, formats=formats, copy_bytes_per_second=copies)

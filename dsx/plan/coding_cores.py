@@ -1,8 +1,10 @@
 """How many cores a rank's coding needs: the fewest that hide it, as `coding.cores` is to say.
 
-More than these change next to nothing of the time that is computing. What training keeps for itself
-is beside them. A run that is given more than its host has is refused at its start; a plan that is
-told what a rank has (`--cores-per-rank`) plans with that, and says if more would hide it.
+More than these change next to nothing of the time that is computing, also where coding takes twice
+as long as is planned with: on a slower host, or one that is busy. What training keeps for itself is
+beside them. A plan that is told what a rank has (`--cores-per-rank`) plans with that, has the run
+keep to the number, and says if more would hide it. Else the number is for the reader alone, and a
+run codes on all that training leaves: more than its host has would end it at its start.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from dsx.plan.candidates import Question, Search
 
 MOST_CORES = 64  # of a rank, that are looked at
 _UNSEEN = 1e-3  # of the time: less is no reason for another core
+_MARGIN = 2.0  # times as long as is planned with, in which the number still does
 
 
 @dataclass(frozen=True)
 class CoresNeeded:
-    """Of one way of running; `hiding` are more than `cores` where a rank has too few."""
+    """Of one way of running; `hiding` are more than `cores` where a rank has too few.
+
+    The utilizations are those of slow coding: on `cores`, and on `hiding`.
+    """
 
     cores: int
     hiding: int
+    utilization: float
     utilization_hidden: float
 
 
@@ -44,8 +51,8 @@ def cores_needed(candidate: Candidate, search: Search) -> CoresNeeded:
     beside = search.question.cores_beside
     hiding = _fewest(candidate, search, MOST_CORES)
     cores = hiding if beside is None else min(hiding, _fewest(candidate, search, beside))
-    best = search.predict(candidate.method, cores=hiding).utilization
-    return CoresNeeded(cores, hiding, best)
+    slow = [_slow_utilization(candidate, search, number) for number in (cores, hiding)]
+    return CoresNeeded(cores, hiding, *slow)
 
 
 def with_cores(candidates: Sequence[Candidate], search: Search) -> list[Candidate]:
@@ -70,26 +77,31 @@ def in_words(candidate: Candidate, search: Search) -> list[str]:
         return []
     found, needed = candidate.prediction, cores_needed(candidate, search)
     beside = f"{OF_AN_ACCELERATOR} that training keeps"
+    what = "needs" if question.cores_beside is None else "on"
     lines = [
-        f"coding on {_count(cores)} of a rank, beside {beside}: {found.coding_seconds:.3g} s of a "
-        f"round of {found.round_seconds:.4g} s"
+        f"coding {what} {_count(cores)} of a rank, beside {beside}: {found.coding_seconds:.3g} s "
+        f"of a round of {found.round_seconds:.4g} s"
     ]
-    if needed.hiding > cores:
+    if question.cores_beside is None:
+        lines[0] += "; a run has all that training leaves: --cores-per-rank says how many"
+    elif needed.hiding > cores:
         lines.append(
-            f"a rank has too few cores: {needed.hiding} beside {beside} would be computing "
+            f"a rank has too few cores where coding takes {_MARGIN:g} times as long: "
+            f"{needed.hiding} beside {beside} would be computing "
             f"{100 * needed.utilization_hidden:.2f} % of the time, {cores} "
-            f"{100 * found.utilization:.2f} %; use hosts with more, or fewer ranks on each"
+            f"{100 * needed.utilization:.2f} %; use hosts with more, or fewer ranks on each"
         )
-    elif question.cores_beside is None:
-        lines[0] += "; --cores-per-rank says what a host has"
     return lines
 
 
 def _fewest(candidate: Candidate, search: Search, most: int) -> int:
-    """Return the fewest that do as well as `most`, and reach the target where those do."""
+    """Return the fewest that do as well as `most`, and reach the target where those do.
+
+    All at slow coding.
+    """
 
     def reached(cores: int) -> float:
-        return search.predict(candidate.method, cores=cores).utilization
+        return _slow_utilization(candidate, search, cores)
 
     best, target = reached(most), search.question.target
     needed = best - _UNSEEN
@@ -100,6 +112,10 @@ def _fewest(candidate: Candidate, search: Search, most: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) >= needed else (middle, high)
     return high
+
+
+def _slow_utilization(candidate: Candidate, search: Search, cores: int) -> float:
+    return search.predict(candidate.method, cores=cores, slowdown=_MARGIN).utilization
 
 
 def _count(cores: int) -> str:

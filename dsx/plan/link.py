@@ -13,7 +13,7 @@ its sideband two more; between two clusters a mean is one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsx.plan.published.scenario import require_number
@@ -73,6 +73,12 @@ class CodecSpeeds:
     decode: float
     encode_with_feedback: float
 
+    def slower(self, slowdown: float) -> CodecSpeeds:
+        """Return those at which everything takes `slowdown` times as long."""
+        return CodecSpeeds(
+            self.encode / slowdown, self.decode / slowdown, self.encode_with_feedback / slowdown
+        )
+
 
 def _of_readme() -> dict[str, CodecSpeeds]:
     return {
@@ -99,6 +105,15 @@ class Costs:
     blocking_seconds_per_element: float = 0.0
     is_of_run: bool = False
     cores: int | None = None
+
+    def slower(self, slowdown: float) -> Costs:
+        """Return those of cores that take `slowdown` times as long to code; training's stay."""
+        return replace(
+            self,
+            formats={name: speeds.slower(slowdown) for name, speeds in self.formats.items()},
+            copy_bytes_per_second=self.copy_bytes_per_second / slowdown,
+            flops=self.flops / slowdown,
+        )
 
 
 def read_codec_figures(figures: Any) -> Costs:

@@ -45,7 +45,9 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
         block.setdefault("control", {})["min_interval"] = least
     if question.streams > 1:
         block["link"] = {"streams": question.streams}
-    cores = candidate.coding_cores or question.coding_cores
+    # chosen without knowing what a rank has, it would end runs of hosts with fewer, and cap others
+    is_bounded = question.cores_beside is not None
+    cores = candidate.coding_cores if is_bounded else question.coding_cores
     if cores is not None:
         block["coding"] = {"cores": cores}
     if candidate.is_state_on_host:

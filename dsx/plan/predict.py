@@ -47,9 +47,9 @@ class Prediction:
 
     `exposed_seconds` are what the period takes beyond its compute; `transfer_seconds` how long the
     link is held, by one transfer after another; `coding_seconds` how long a rank's cores for coding
-    are, all of them; `bytes_per_round` the payload that the cluster with
-    most to send sends, and `bytes_by_cluster` that of each. A period in which all is sent once is a
-    round; `adaptive` and `layerwise` may send some fragments more often: `transmissions` counts.
+    are busy, all of them; `bytes_per_round` the payload that the cluster with most to send sends,
+    and `bytes_by_cluster` that of each. A period in which all is sent once is a round; `adaptive`
+    and `layerwise` may send some fragments more often: `transmissions` counts.
     """
 
     utilization: float

@@ -21,7 +21,7 @@ from dsx.plan.bill_table import cells, explain_bills, headings, money
 from dsx.plan.budget import Budget, bill_of, data_parallel_bill
 from dsx.plan.candidate import Candidate
 from dsx.plan.candidates import Question, Search
-from dsx.plan.coding_cores import in_words, with_cores
+from dsx.plan.coding_cores import cores_needed, in_words, with_cores
 from dsx.plan.expected_loss import ExpectedLoss, expected_loss, explain
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
@@ -193,17 +193,17 @@ def _what_would(search: Search, candidates: Sequence[Candidate]) -> list[str]:
         + ("" if question.memory_limit is None else " in the memory there is")
         + "; what would:"
     ]
-    fitting = [row for row in candidates if row.is_fitting]
+    fitting = with_cores(best_of_each(row for row in candidates if row.is_fitting), search)
     if not fitting:
         return [*lines, "- more memory: see (!) above, raise --memory-limit"]
-    rates = [(search.least_bits_per_second(row), row) for row in best_of_each(fitting)]
+    rates = [(search.least_bits_per_second(row), row) for row in fitting]
     known = [(rate, row) for rate, row in rates if rate is not None]
     if known:
         rate, row = min(known, key=lambda pair: pair[0])
         lines.append(
             f"- a line of {rate / 1e9:.3g} Gbit/s: {row.preset}, H={row.interval}, {_codec(row)}"
         )
-    plain = [r for r in best_of_each(fitting) if isinstance(r.method.schedule, _SCALES_WITH_H)]
+    plain = [r for r in fitting if isinstance(r.method.schedule, _SCALES_WITH_H)]
     waits = [(search.least_interval(row), row) for row in plain]
     longer = [(interval, row) for interval, row in waits if interval is not None]
     if longer:
@@ -238,6 +238,7 @@ def _candidate(row: Candidate, search: Search, budget: Budget) -> dict[str, Any]
     least = search.least_bits_per_second(row)
     block = block_of(row, search.question)
     expected = _expected(row, search.question)
+    needed = None if row.coding_cores is None else cores_needed(row, search)
     return {
         "preset": row.preset,
         "interval": row.interval,
@@ -245,6 +246,7 @@ def _candidate(row: Candidate, search: Search, budget: Budget) -> dict[str, Any]
         "overlap_steps": row.overlap_steps,
         "rounds_late": row.method.delay.rounds_under_way,
         "coding_cores": row.coding_cores or search.question.coding_cores,
+        "coding_cores_hiding": None if needed is None else needed.hiding,
         "codec": row.codec.name,
         "rank": row.rank,
         **{key: value for key, value in vars(row.prediction).items() if key != "bytes_by_cluster"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsx.bench.cores.bench import CODECS
+from dsx.bench.cores.bench import CODECS, open_channel
 from dsx.bench.cores.peer import record, replay
 from dsx.cli import app
 from dsx.compress.base import Launch
@@ -21,6 +21,7 @@ from dsx.outer.channel import FragmentChannel
 from tests.compress.channels import bits, correlated, fragment_of
 
 FRAGMENT, RANK = fragment_of((64, 40), (70,)), 4
+LEAST = {"int4": 32**2, "low_rank": 632**2}  # of factors of rank 128 that save what they have to
 
 
 def call(*arguments: str) -> Any:
@@ -49,9 +50,23 @@ def test_a_replayed_cluster_gives_the_bits_that_the_other_one_gave(name: str) ->
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in slots)
 
 
+@pytest.mark.parametrize("name", LEAST)
+@pytest.mark.parametrize("more", [0, 1, 2048**2 + 700 * 2048])
+def test_what_is_measured_codes_all_but_a_row(name: str, more: int) -> None:
+    """With a residual; in factors, which begin where the round before ended, with low rank."""
+    compression = preset("diloco", 2, compression=CODECS[name]).compression
+    codec = open_channel(compression, LEAST[name] + more, 128, 0).codec
+    residuals = [codec.slots[error].numel() for error in codec.errors]
+    assert LEAST[name] + more - 2048 < sum(residuals) <= LEAST[name] + more
+    starts = [slot for slot in codec.slots if slot.startswith("q.")]
+    assert bool(starts) == (name == "low_rank") and (more < 2 or len(starts) in (0, 2))
+    if name == "low_rank":
+        assert list(codec.errors) == ["residual.0"]
+
+
 def test_each_number_of_cores_has_a_row(tmp_path: Path) -> None:
     file, threads = tmp_path / "cores.json", torch.get_num_threads()
-    asked = ["--cores", "1", "--numel", "65536", "--fragments", "2", "--json", str(file)]
+    asked = ["--cores", "1", "--numel", str(2 * 632**2), "--fragments", "2", "--json", str(file)]
     result = call(*asked, "--seconds", "0.01", "--repeats", "1", "--codecs", "int4,low_rank")
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())
@@ -59,7 +74,7 @@ def test_each_number_of_cores_has_a_row(tmp_path: Path) -> None:
         ("int4", 1, 1), ("low_rank", 1, 1),
     ]  # fmt: skip
     assert all(r["launch_seconds"] > 0 and r["training"] > 0 for r in rows)
-    assert all(r["training_threads"] >= 1 and r["numel"] == 65536 for r in rows)
+    assert all(r["training_threads"] >= 1 and r["numel"] == 2 * 632**2 for r in rows)
     assert all(r["core_seconds"] < 60 and 0 < r["had"] < 1.5 for r in rows)
     busy = "the host was busy" in result.output
     assert busy == (min(r["had"] for r in rows) < 0.9)
@@ -71,6 +86,14 @@ def test_each_number_of_cores_has_a_row(tmp_path: Path) -> None:
     [
         (["--cores", "100000"], "must be numbers of 1 to"),
         (["--cores", "one"], "must be numbers of 1 to"),
+        (
+            ["--numel", "798847", "--fragments", "2"],
+            "low_rank codes nothing in 399423 elements; give each fragment 399424 or more",
+        ),
+        (
+            ["--codecs", "int4", "--numel", "4096", "--fragments", "5"],
+            "--numel 4096 in --fragments 5: int4 codes nothing in 819 elements; give each",
+        ),
         (["--codecs", "int4,zip"], "--codecs has 'zip'; it takes int8, int4, 2bit, low_rank"),
     ],
 )

@@ -361,6 +361,9 @@ def test_the_cores_of_coding_are_planned_with_and_offered() -> None:
     best = found["candidates"][0]
     assert best["dsx"]["coding"] == {"cores": 1} and "--dsx-coding-cores 1" in best["flags"]
     chosen = without["candidates"][0]
-    assert chosen["dsx"]["coding"] == {"cores": chosen["coding_cores"]}
+    assert chosen["coding_cores"] == chosen["coding_cores_hiding"] == 1
+    assert "coding" not in chosen["dsx"] and best["coding_cores_hiding"] is None
+    bounded = answer(*asked, "--cores-per-rank", "16")["candidates"][0]
+    assert bounded["dsx"]["coding"] == {"cores": bounded["coding_cores"]}
     with pytest.raises(AssertionError, match="--coding-cores=5000 must be 1 to 4096"):
         answer(*asked, "--coding-cores", "5000")

@@ -323,6 +323,20 @@ def test_utilization_is_the_planners(tmp_path: Path) -> None:
     assert f"{found.exposed_seconds:.3g} s wait for the line" in text and done.exit_code == 0
 
 
+def test_the_cores_of_a_block_are_in_its_utilization(tmp_path: Path) -> None:
+    """As in a dry run's: 38.7 % with a core for each fragment, 9.7 with one for all."""
+    config, line = tmp_path / "one.flags", tmp_path / "line.json"
+    line.write_text(json.dumps({**MEASURED, "bits_per_second": 1e12, "latency_seconds": 0}))
+    found: list[str] = []
+    for own in ("", "--dsx-coding-cores 1"):
+        text = (ROOT / "configs" / "qwen_107b.flags").read_text()
+        config.write_text(f"{text}\n--dsx-schedule-interval 10 {own}")
+        done = doctor(config, "--link", line, "--step-seconds", 3)
+        ((_, told),) = marked(done, "line")
+        found.append(told.partition(" % of the time is computing")[0])
+    assert found == ["38.7", "9.7"]
+
+
 @pytest.mark.parametrize(
     ("installed", "words"),
     [({"torch": None}, "torch is not installed"), ({"torch": "2.5.1"}, "pip install 'torch>=2.6'"),

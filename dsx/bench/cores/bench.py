@@ -10,6 +10,7 @@ time has none of that in it: it is the process's, less what training's steps tak
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,12 @@ from torch import nn
 
 from dsx.bench.cores.peer import Messages, record, replay
 from dsx.compress.base import Compressor, Launch
+from dsx.compress.low_rank import LowRank
 from dsx.config.schema import preset
 from dsx.core.cores import CodingCores, set_own_threads
 from dsx.core.membership import Seat
 from dsx.core.progress import SOON, Progress, as_count
-from dsx.core.types import Fragment, Slot
+from dsx.core.types import SMALL_NUMEL, Fragment, Slot
 from dsx.outer.channel import FragmentChannel
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -35,7 +37,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "2bit": {"type": "quantized", "wire": "2bit", "error_feedback": "fp32"},
     "low_rank": {"type": "low_rank", "rank": 128},
 }
-_SIDE = 2048  # of a matrix
+_SIDE = 2048  # of a matrix, at most
 _WIDTH, _ROWS = 1024, 256  # of the network that is trained: some 50 ms a step on a core
 
 
@@ -77,7 +79,12 @@ class CoresFigures:
 
 
 def measure_cores(asked: Asked) -> list[CoresFigures]:
-    """Return the figures, codec by codec; threads are as before in the end."""
+    """Return the figures, codec by codec; threads are as before in the end.
+
+    ValueError for fragments in which a codec would code nothing.
+    """
+    for name in asked.codecs:
+        _require_coded(name, asked)
     progress = Progress("windows", 2 * asked.repeats * len(asked.codecs) * len(asked.cores), True,
                         first_seconds=SOON, shown=as_count)  # fmt: skip
     before, found = torch.get_num_threads(), list[CoresFigures]()
@@ -139,11 +146,11 @@ class _Launches:
 
     def __init__(self, name: str, asked: Asked) -> None:
         self.name = name
-        compression = preset("diloco", 2, compression=CODECS[name]).compression
+        compression = _compression(name)
         self.at_once = 1 if compression.takes_turns else asked.fragments
         self._rank = CODECS[name].get("rank")
         numel = asked.numel // asked.fragments
-        self._channels = [_open(compression, numel, self._rank or 0, 0)
+        self._channels = [open_channel(compression, numel, self._rank or 0, 0)
                           for _ in range(asked.fragments)]  # fmt: skip
         seed = torch.Generator().manual_seed(1)
         self._sent = [torch.randn(numel, generator=seed) for _ in self._channels]
@@ -158,7 +165,7 @@ class _Launches:
 
     def _recorded(self, compression: Compressor, numel: int) -> tuple[Messages, Messages]:
         """Return the other's messages of a first round, and of a usual one."""
-        own, theirs = (_open(compression, numel, self._rank or 0, m).codec for m in range(2))
+        own, theirs = (open_channel(compression, numel, self._rank or 0, m).codec for m in range(2))
         xs = [self._sent[0], torch.randn(numel, generator=torch.Generator().manual_seed(2))]
         first, usual = (
             record(own, theirs, [x.clone() for x in xs], Launch(round, self._rank))
@@ -193,14 +200,38 @@ class _Launches:
                 channel.codec.settle(x.copy_(sent), launch)
 
 
-def _open(compression: Compressor, numel: int, rank: int, cluster: int) -> FragmentChannel:
-    matrices, rest = divmod(numel, _SIDE**2)
-    shapes = [*[(_SIDE, _SIDE)] * matrices, *([(rest,)] if rest else [])]
+def open_channel(compression: Compressor, numel: int, rank: int, cluster: int) -> FragmentChannel:
+    """Return the channel of a fragment of `numel` elements on a cluster of two.
+
+    Its matrices are as large as it allows, up to 2048 x 2048; what is left makes one more, of as
+    many rows as it has, and a vector of less than a row.
+    """
+    side = min(_SIDE, math.isqrt(numel))
+    matrices, rest = divmod(numel, side**2)
+    shapes = [*[(side, side)] * matrices, (rest // side, side), (rest % side,)]
     slots, offset = list[Slot](), 0
     for index, shape in enumerate(shapes):
-        slots.append(Slot(f"w{index}", shape, offset))
-        offset += slots[-1].numel
+        slot = Slot(f"w{index}", shape, offset)
+        slots += [slot] if slot.numel else []
+        offset += slot.numel
     return FragmentChannel(compression, Fragment(0, 0, tuple(slots)), rank, Seat.of(cluster, 2))
+
+
+def _compression(name: str) -> Compressor:
+    return preset("diloco", 2, compression=CODECS[name]).compression
+
+
+def _require_coded(name: str, asked: Asked) -> None:
+    """Raise ValueError where a fragment's matrices are too small for the codec."""
+    compression = _compression(name)
+    side = math.isqrt(SMALL_NUMEL)
+    while isinstance(compression, LowRank) and not compression.takes(Slot("w", (side, side), 0)):
+        side += 1
+    if asked.numel // asked.fragments < side**2:
+        raise ValueError(
+            f"--numel {asked.numel} in --fragments {asked.fragments}: {name} codes nothing in "
+            f"{asked.numel // asked.fragments} elements; give each fragment {side**2} or more"
+        )
 
 
 def _training() -> Callable[[], object]:

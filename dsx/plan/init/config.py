@@ -12,7 +12,6 @@ from dsx.config.reference import meanings
 from dsx.config.schema import load_config
 from dsx.config.sections import (
     ClustersConfig,
-    CodingConfig,
     LinkConfig,
     MetricsConfig,
     StateConfig,
@@ -30,7 +29,6 @@ from dsx.plan.ranking import best_of_each, ranked
 
 _SECTIONS: dict[str, type[Any]] = {
     "clusters": ClustersConfig, "metrics": MetricsConfig, "state": StateConfig, "link": LinkConfig,
-    "coding": CodingConfig,
 }  # fmt: skip
 _MEANING = {  # of DeepSpeed's keys
     "train_micro_batch_size_per_gpu": "sequences that a rank computes at a time; as many as fit",

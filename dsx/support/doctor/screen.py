@@ -166,5 +166,6 @@ def _question(given: Given, config: DsxConfig) -> Question | None:
         step_seconds=given.step_seconds,
         link=given.link,
         clusters=config.clusters.num_clusters,
+        coding_cores=config.coding.cores,
     )
     return read_question(asked).question
