@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from functools import cache
-from types import CodeType, FrameType
+from inspect import currentframe
+from types import CodeType
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def is_making_state() -> bool:
     """Whether this is called, as by a hook, from a step that only makes an optimizer's state."""
     if _MODULE not in sys.modules or (made_by := _makes_state()) is None:
         return False
-    frame: FrameType | None = sys._getframe(1)
+    frame = currentframe()
     while frame is not None and frame.f_code is not made_by:
         frame = frame.f_back
     return frame is not None
