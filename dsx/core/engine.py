@@ -7,6 +7,7 @@ when in a step they are fresh, and how a change reaches the model's own (bit16) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dsx.core.buffers import Buffers
@@ -125,6 +126,15 @@ class EngineAdapter(Protocol):
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        ...
+
+    @property
+    def ignores_steps(self) -> bool:
+        """Whether what optimizers step is no inner step: inside `ignoring_steps`."""
+        ...
+
+    def ignoring_steps(self) -> AbstractContextManager[None]:
+        """Count nothing inside as an inner step: torch steps an optimizer to make its state."""
         ...
 
     def in_a_row(self, fragment: int, start: int, stop: int) -> Tensor | None:

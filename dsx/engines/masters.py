@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,6 +135,8 @@ class Masters:
 class MastersAdapter:
     """The part of an adapter (core/engine.py) that follows from its rank's masters alone."""
 
+    ignores_steps = False  # whether what optimizers step is no inner step
+
     def _hold(self, masters: Masters, device: torch.device, keeps_state_on_host: bool) -> None:
         """Take the masters, which are on `device`."""
         self._masters = masters
@@ -142,6 +145,18 @@ class MastersAdapter:
         self.fragment_parameters = masters.fragment_parameters
         self.pins_host_memory = device.type == "cuda"
         self.device = torch.device("cpu") if keeps_state_on_host else device
+
+    @contextmanager
+    def ignoring_steps(self) -> Generator[None, None, None]:
+        """Count nothing inside as an inner step: torch steps an optimizer to make its state.
+
+        An engine counts its own steps, and so none of these.
+        """
+        before, self.ignores_steps = self.ignores_steps, True
+        try:
+            yield
+        finally:
+            self.ignores_steps = before
 
     def read(self, fragment: int, out: Tensor, start: int = 0) -> None:
         """Copy the masters of a fragment from `start` on into `out`, in place."""

@@ -13,8 +13,7 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,8 +76,7 @@ class TorchAdapter(MastersAdapter):
         self._backwards = backwards
         self._watch: BackwardWatch | None = None
         self._stepped: set[int] = set()  # optimizers, in this inner step
-        self.ignores_steps = False  # whether what optimizers step is no inner step
-        self._is_stepping_fragment = False  # whether it is a part of one
+        self._is_stepping_fragment = False  # whether what optimizers step is a part of an inner one
         self._hooks: list[Hook] = self._apart.follow_loads()
         self.stage = Stage()
         device = next(iter(parameters.values())).device
@@ -158,15 +156,6 @@ class TorchAdapter(MastersAdapter):
             hook: Any = torch.compiler.disable(follow(index))  # of a compiled step, too
             self._hooks.append(optimizer.register_step_post_hook(hook))
         _attached.update({p: self._names[id(p)] for p in self._parameters})
-
-    @contextmanager
-    def ignoring_steps(self) -> Generator[None, None, None]:
-        """Count nothing inside as an inner step: torch steps an optimizer to make its state."""
-        before, self.ignores_steps = self.ignores_steps, True
-        try:
-            yield
-        finally:
-            self.ignores_steps = before
 
     def _take_note(self, index: int) -> bool:
         """Note that an optimizer has stepped; return whether all have."""

@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from dsx.core.engine import EngineAdapter
-from dsx.engines.torch import TorchAdapter
 from dsx.outer.digest import Digests
 from dsx.run.session import RouteNotTaken
 from dsx.training.handle import Handle
@@ -27,9 +26,7 @@ def taking_no_step(*handles: Handle) -> Generator[None, None, None]:
     """Save or load what optimizers keep: torch steps those that have kept nothing yet."""
     with ExitStack() as stack:
         for handle in handles:
-            adapter = handle.loop.adapter
-            if isinstance(adapter, TorchAdapter):  # no engine's, which step by themselves
-                stack.enter_context(adapter.ignoring_steps())
+            stack.enter_context(handle.loop.adapter.ignoring_steps())
         yield
 
 
@@ -51,7 +48,7 @@ class FirstStep:
         self._expected = None
 
     def _compare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(self._adapter, TorchAdapter) and self._adapter.ignores_steps:
+        if self._adapter.ignores_steps:
             return
         expected, self._expected = self._expected, None
         if expected is None or expected == self._digests():
