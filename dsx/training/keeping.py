@@ -154,6 +154,8 @@ class Keeping:
         for name in (tag, f"{tag}{REPLACED}"):
             common.pop(name, None)
         common[path.name] = step
+        # later steps are saved anew, here and elsewhere
+        self._having = {key: held for key, held in self._having.items() if key[1] <= step}
 
     def put_back(self, directory: Path, tag: str) -> bool:
         """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
