@@ -55,12 +55,13 @@ class AgreedSave:
         self._handle = handle
         self._is_first = is_first
         self._trouble: str | None = None
+        self.has_put_back = False  # whether the first rank has given the tag what it held before
         with self.part():
             handle.beside.wait()
         handle.beside.open(may_be_later and not _is_ending(handle))
         with self.part():
             if is_first and self._trouble is None:
-                handle.keeping.put_back(directory, tag)
+                self.has_put_back = handle.keeping.put_back(directory, tag)
                 begin_tag(directory, tag)
         from_first(None)  # nobody writes before
 

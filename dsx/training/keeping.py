@@ -154,17 +154,21 @@ class Keeping:
         for name in (tag, f"{tag}{REPLACED}"):
             common.pop(name, None)
         common[path.name] = step
+        # later steps are saved anew, here and elsewhere
+        self._having = {key: held for key, held in self._having.items() if key[1] <= step}
 
-    def put_back(self, directory: Path, tag: str) -> None:
+    def put_back(self, directory: Path, tag: str) -> bool:
         """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
 
-        Else the next save would delete it, and leave what other clusters may not have. On the first
-        rank; OSError.
+        Else the next save would delete it, and leave what other clusters may not have. Return
+        whether it was so. On the first rank; OSError.
         """
         common = self._common_in(directory)
-        if f"{tag}{REPLACED}" in common:
-            put_back(directory, tag)
-            del common[f"{tag}{REPLACED}"]
+        if f"{tag}{REPLACED}" not in common:
+            return False
+        put_back(directory, tag)
+        del common[f"{tag}{REPLACED}"]
+        return True
 
     def marked(self, path: Path) -> None:
         """Take that a checkpoint is none to go on from any more: its manifest says so."""

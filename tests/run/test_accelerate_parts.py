@@ -455,7 +455,7 @@ def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
         raise ValueError("no complete checkpoint 'last' that all clusters hold")
 
     def gather(own: list[Any]) -> list[Any]:
-        return [own, [[], {"last": [steps[1], "a"]}, ""]]  # whose disk is lost
+        return [own, [{}, {"last": [steps[1], "a"]}, ""]]  # whose disk is lost
 
     monkeypatch.setattr(saves, "from_first", lambda value: value)
     monkeypatch.setattr(saves, "_fetch", differs)
@@ -463,26 +463,48 @@ def test_a_newer_folder_on_a_disk_that_hides_the_common_one_is_named(
     remote = SimpleNamespace(url="file:///far", tags=lambda cluster: tags)
     handle: Any = SimpleNamespace(remote=remote, gather=gather)
     world: Any = SimpleNamespace(rank=0, cluster_id=0)
-    saves.bring(handle, world, tmp_path, ["last"], "last")
+    states = {"last": [(steps[0], "a", ["accelerate"])]}
+    saves.bring(handle, world, tmp_path, states, "last")
     assert "last is not taken: no complete checkpoint 'last'" in caplog.text
     said = f"all clusters have it as of step 4: to load that, move {tmp_path / 'last'} away"
     assert (said in caplog.text) == (steps == (4, 4))
 
 
+@pytest.mark.parametrize("wanted", ["checkpoint_1", None])
 @pytest.mark.parametrize("steps", [[(8, "a"), (4, "a")], [(8, "a")], [(4, "b")]])
 def test_a_folder_of_which_clusters_hold_no_common_state_is_fetched(
-    steps: list[tuple[int, str]], tmp_path: Path, monkeypatch: Any
+    steps: list[tuple[int, str]], wanted: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from dsx.run.accelerate import parts, saves
+    from dsx.run.accelerate import saves
 
     fetched: list[str] = []
     monkeypatch.setattr(saves, "from_first", lambda value: value)
     monkeypatch.setattr(saves, "_fetch", lambda handle, world, base, name: fetched.append(name))
     remote = SimpleNamespace(url="file:///far", tags=lambda cluster: {})
-    handle: Any = SimpleNamespace(remote=remote, gather=lambda own: [own, [[4, "a"]]])
-    is_common = parts.has_common(handle, [(*one, ["accelerate"]) for one in steps])
-    assert is_common == ((4, "a") in steps)
-    handle.gather = lambda own: [own, own]  # folders of that name
+    others = {"checkpoint_1": [[4, "a", ["accelerate"]]]}
+    handle: Any = SimpleNamespace(remote=remote, gather=lambda own: [own, [others, {}, ""]])
     world: Any = SimpleNamespace(rank=0, cluster_id=0)
-    saves.bring(handle, world, tmp_path, ["last"], "last", is_common)
-    assert fetched == ([] if is_common else ["last"])
+    own = {"checkpoint_1": [(*one, ["accelerate"]) for one in steps]}
+    saves.bring(handle, world, tmp_path, own, wanted)
+    assert fetched == ([] if (4, "a") in steps else ["checkpoint_1"])
+
+
+def test_the_newest_of_automatic_names_is_of_one_step_and_run_in_all_clusters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dsx.run.accelerate import states
+
+    for cluster, runs in enumerate(("aaa", "aab")):
+        for number, run in enumerate(runs):
+            write(
+                tmp_path / "checkpoints" / f"checkpoint_{number}", cluster, 4, run, tag=states.TAG
+            )
+    accelerator = SimpleNamespace(project_dir=tmp_path)
+    second: Any = SimpleNamespace(cluster_id=1, rank=0)
+    told = json.loads(json.dumps(sorted(states._checkpoints(accelerator, second, 0).items())))
+    handle = SimpleNamespace(gather=lambda own: [json.loads(json.dumps(own)), told])
+    trained: Any = [SimpleNamespace(handle=handle, is_engine=False)]
+    first: Any = SimpleNamespace(cluster_id=0, rank=0)
+    found = states._newest(accelerator, trained, first)
+    assert found == tmp_path / "checkpoints" / "checkpoint_1"
+    assert "checkpoints [2] are not of one step and run" in caplog.text

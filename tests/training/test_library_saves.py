@@ -217,6 +217,32 @@ def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
         assert complete_tags(own)["last"]["step"] == 8
 
 
+def test_what_is_saved_again_behind_a_load_waits_for_all_clusters_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    clusters = Clusters(tmp_path)
+    allow(0, 1)
+    for step in (8, 12):
+        begin(clusters)
+        clusters.save(step)
+        clusters.pass_until(("copied", 0, step), ("copied", 1, step))
+        clusters.pass_boundary()
+    for m, keeping in enumerate(clusters.all):
+        keeping.loaded(tmp_path / f"cluster_{m}" / "step8", 8)
+    begin(clusters)
+    delete_later(clusters, 8)
+    write(tmp_path, 0, 12)
+    clusters.all[0].saved(tmp_path / "cluster_0" / "step12", 12)
+    clusters.pass_boundary()
+    assert "step8" in held(clusters, 0)
+    write(tmp_path, 1, 12)
+    clusters.all[1].saved(tmp_path / "cluster_1" / "step12", 12)
+    clusters.pass_boundary()
+    clusters.close()
+    assert "step8" not in held(clusters, 0) | held(clusters, 1)
+
+
 @pytest.mark.parametrize("what", ["gone back", "gone back, told late", "loaded again"])
 def test_what_is_put_back_is_what_all_clusters_have_loaded_last(what: str, tmp_path: Path) -> None:
     """In one process `last` is loaded, or common, and what it was before, or the other way."""

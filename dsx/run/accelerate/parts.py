@@ -8,7 +8,7 @@ old state is the one that is whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ def whole_states(tags: Tags, num_engines: int) -> list[State]:
     return [(*key, [of_part[key] for of_part in of_parts]) for key in newest]
 
 
-def has_common(handle: Handle, own: Sequence[State]) -> bool:
-    """Whether all clusters hold one of these states of a folder. Collective over all of them."""
-    everyone = handle.gather([[step, run] for step, run, _ in own])
-    return any(all(one in held for held in everyone) for one in everyone[0])
+def common_states(everyone: Iterable[Iterable[State]]) -> list[tuple[int, str]]:
+    """Return step and run of what all clusters hold of a folder, in the first one's order."""
+    first, *others = [[(step, run) for step, run, _ in states] for states in everyone]
+    return [one for one in first if all(one in held for held in others)]
 
 
 def parts_to_load(
@@ -58,9 +58,9 @@ def parts_to_load(
     is_damaged = any(DAMAGED in tags.get(part, {}) for part in parts)
     own = [] if is_damaged else whole_states(tags, num_engines)
     everyone: list[Sequence[State]] = handle.gather(own)
-    others = [{(step, run) for step, run, _ in states} for states in everyone]
+    common = common_states(everyone)
     for step, run, names in everyone[0]:
-        if all((step, run) in held for held in others):
+        if (step, run) in common:
             newest = tags[TAG].get("step", step) if TAG in tags else step
             if newest != step and world.rank == 0:
                 logger.warning(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from dsx.comm.world import World
 from dsx.config.checkpoints import CheckpointsConfig
 from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.engines.resume_point import choose
+from dsx.run.accelerate.parts import State, common_states
 from dsx.training.handle import Handle
 from dsx.training.keeping import is_deleted
 from dsx.training.whole import Whole, find_inner_damage, remove
@@ -91,24 +92,24 @@ def bring(
     handle: Handle,
     world: World,
     base: Path,
-    on_disk: Collection[str],
+    on_disk: Mapping[str, Sequence[State]],
     wanted: str | None = None,
-    is_common: bool = True,
 ) -> None:
     """Fetch the newest folder below `base` that is whole in all clusters, where one lacks it.
 
-    Or the one that is `wanted`. `on_disk` are those that this cluster has complete; `is_common`:
-    what is there in all clusters is of one step. Collective over all ranks of all clusters;
-    ValueError where a remote place cannot be read, and no folder is on the disks of all.
+    Or the one that is `wanted`. `on_disk` are the states that this cluster has complete, by folder;
+    one that is there in all clusters counts if they have a state in common. Collective over all
+    ranks of all clusters; ValueError where a remote place cannot be read, and no folder is on the
+    disks of all.
     """
     remote = handle.remote
     if remote is None:
         return
     far, trouble = from_first(_held_by(remote, world) if world.rank == 0 else ({}, ""))
-    everyone = handle.gather([[*from_first([*on_disk])], far, trouble])
+    everyone = handle.gather([from_first({**on_disk}), far, trouble])
     names = {name for own, there, _ in everyone for name in (*own, *there)}
     for name in [wanted] if wanted else sorted(names, key=_number, reverse=True):
-        if is_common and all(name in own for own, *_ in everyone):
+        if common_states(own.get(name, []) for own, *_ in everyone):
             return
         if all(name in own or name in there for own, there, _ in everyone):
             try:

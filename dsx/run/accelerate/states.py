@@ -25,8 +25,9 @@ from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
 from dsx.run.accelerate.parts import (
     TAG,
+    State,
+    common_states,
     complete_in,
-    has_common,
     parts_to_load,
     put_back_whole,
     whole_states,
@@ -94,14 +95,14 @@ def _bring(accelerator: Any, trained: list[Trained], world: World, asked: Any) -
     if asked is None:
         _require_automatic(accelerator)
         if handle.remote is not None:
-            held = _checkpoints(accelerator, world, count).values()
-            bring(handle, world, _automatic_folder(accelerator), [path.name for path in held])
+            held = _checkpoints(accelerator, world, count)
+            by_name = {f"checkpoint_{number}": states for number, states in held.items()}
+            bring(handle, world, _automatic_folder(accelerator), by_name)
         return _newest(accelerator, trained, world)
     base = _of_run(Path(asked), world)
     if handle.remote is not None:
         own = whole_states(complete_in(base, world), count)
-        names, is_common = [base.name] if own else [], has_common(handle, own)
-        bring(handle, world, base.parent, names, base.name, is_common)
+        bring(handle, world, base.parent, {base.name: own} if own else {}, base.name)
     return base
 
 
@@ -266,17 +267,17 @@ def _of_run(folder: Path, world: World) -> Path:
     return folder.parent if folder.name == own.name else folder
 
 
-def _checkpoints(accelerator: Any, world: World, num_engines: int) -> dict[int, Path]:
-    """Return the folders of automatic names that hold something of this cluster, by number.
+def _checkpoints(accelerator: Any, world: World, num_engines: int) -> dict[int, list[State]]:
+    """Return what folders of automatic names hold of this cluster, by number.
 
     With the part of each engine, which saves behind Accelerate, at the same step.
     """
     base = _automatic_folder(accelerator)
     found = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in base.glob("*")}
     return {
-        int(name[1]): path
+        int(name[1]): states
         for path, name in found.items()
-        if name and whole_states(complete_in(path, world), num_engines)
+        if name and (states := whole_states(complete_in(path, world), num_engines))
     }
 
 
@@ -304,12 +305,23 @@ def _automatic_folder(accelerator: Any) -> Path:
 
 
 def _newest(accelerator: Any, trained: list[Trained], world: World) -> Path:
-    """Return the folder of the highest number that all clusters have. Collective over all."""
-    complete = sorted(_checkpoints(accelerator, world, _num_engines(trained)))
-    everyone = trained[0].handle.gather(complete)
-    common = set[int].intersection(*map(set, everyone))
+    """Return the folder of the highest number that all clusters have. Collective over all.
+
+    As of the same step and run.
+    """
+    own = _checkpoints(accelerator, world, _num_engines(trained))
+    everyone: list[dict[int, list[State]]] = [
+        dict(told) for told in trained[0].handle.gather(sorted(own.items()))
+    ]
+    of_all = set[int].intersection(*map(set, everyone))
+    common = {number for number in of_all if common_states(held[number] for held in everyone)}
+    if common and (newer := sorted(n for n in of_all if n > max(common))) and world.rank == 0:
+        logger.warning(
+            "%s: checkpoints %s are not of one step and run in all clusters, and checkpoint_%d is "
+            "loaded", _automatic_folder(accelerator), newer, max(common),
+        )  # fmt: skip
     if not common:
-        have = "; ".join(f"cluster {m}: {own or 'none'}" for m, own in enumerate(everyone))
+        have = "; ".join(f"cluster {m}: {sorted(h) or 'none'}" for m, h in enumerate(everyone))
         raise ValueError(
             f"no checkpoint in {accelerator.project_dir}/checkpoints is complete in all clusters "
             f"({have}): start without load_state()"

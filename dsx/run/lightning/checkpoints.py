@@ -142,6 +142,9 @@ class _Tag:
         handle = self._fit.require_handle()
         directory, tag = self._path.parent, tag_of(self._path, strategy)
         saving = AgreedSave(handle, directory, tag, world.rank == 0, may_be_later=True)
+        if saving.has_put_back and not writes_folder(strategy):
+            with saving.part():
+                link(directory / tag / FILE, self._path)
         place = str(saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE)
         file = self._own_file(checkpoint, place)
         if writes_alone(strategy):
