@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -196,12 +197,20 @@ def test_who_is_too_far_behind_begins_anew(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.ci
 def test_who_is_lost_again_while_it_heals_costs_the_others_nothing() -> None:
+    is_lost = threading.Event()
+
     def watch(sites: list[Site]) -> None:
         wait_until(lambda: len(sites) == 4 and sites[3].loop is not None)
         time.sleep(0.7)
         sites[3].end()
+        is_lost.set()
 
-    sites = lose_and_heal("streaming_diloco", watch=watch)
+    def before(site: Site, step: int) -> None:
+        slowly(site, step)
+        if step == NUM_STEPS - 40:  # however long it took to come back
+            wait_until(is_lost.is_set)
+
+    sites = lose_and_heal("streaming_diloco", watch=watch, before=before)
     survivors_agree(sites)
     assert sites[0].members_at[NUM_STEPS] == (0, 1)
 
