@@ -33,6 +33,8 @@ from multiprocessing import context, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from tests.templates import ForkedRank, environment_of_imports, main_process, start_templates
 
 _PYTHONS = {
@@ -43,6 +45,19 @@ _count = itertools.count()
 _at_exit: list[Callable[..., Any]] = []
 _really_register = atexit.register
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def start_command(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], is_executed: bool = False
+) -> subprocess.Popen[bytes] | ForkedCommand:
+    """Start it in a session of its own, with its output in a file: forked where it can be."""
+    if not is_executed and can_be_forked(command, environment):
+        return ForkedCommand(command, log, environment)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*command], stdout=file, stderr=subprocess.STDOUT, env={**environment},
+            start_new_session=True,
+        )  # fmt: skip
 
 
 class ForkedCommand:
@@ -56,8 +71,9 @@ class ForkedCommand:
         log.touch()
         start_templates("deepspeed")
         self._process: Any = ForkedRank(
-            "deepspeed", next(_count), target=_first, args=(self.args, str(log), {**environment})
-        )
+            "deepspeed", next(_count), target=_first, args=(self.args, str(log), {**environment}),
+            daemon=True,
+        )  # fmt: skip
         self._process.start()
         self.pid: int = self._process.pid
         while self.poll() is None and not self._leads_its_group():
@@ -204,7 +220,10 @@ def _become(command: list[str], environment: dict[str, str], keep: Sequence[int]
     os.environ.update(environment_of_imports | environment)
     _show(command, environment)
     program = _program_of(command)
-    sys.stdout.reconfigure(line_buffering="-u" in command[:2])  # type: ignore[union-attr]
+    if threads := environment.get("OMP_NUM_THREADS"):  # which is read as torch is loaded
+        torch.set_num_threads(int(threads))
+    at_once = "-u" in command[:2] or bool(environment.get("PYTHONUNBUFFERED"))
+    sys.stdout.reconfigure(line_buffering=at_once)  # type: ignore[union-attr]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     status = 1
     try:
@@ -237,6 +256,7 @@ def _forget_parents() -> None:
             signal.signal(number, signal.SIG_DFL)
     while _at_exit:
         atexit.unregister(_at_exit.pop())
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     process: Any = multiprocessing.process

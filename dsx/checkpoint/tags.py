@@ -85,18 +85,20 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     end_writing(directory)
 
 
-def put_back(directory: Path, tag: str) -> None:
+def put_back(directory: Path, tag: str) -> bool:
     """Give what a tag held before it was written again its name; what it holds now goes. OSError.
 
-    Killed meanwhile, it is complete under either name.
+    Killed meanwhile, it is complete under either name. Return whether there is such a one.
     """
     replaced, final = directory / f"{tag}{REPLACED}", directory / tag
-    if (replaced / MANIFEST).is_file():
-        if final.exists():
-            (final / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(final)
-        replaced.rename(final)
-        sync_to_disk(directory)
+    if not (replaced / MANIFEST).is_file():
+        return False
+    if final.exists():
+        (final / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(final)
+    replaced.rename(final)
+    sync_to_disk(directory)
+    return True
 
 
 def note_left(tag: Path) -> None:

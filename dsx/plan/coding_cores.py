@@ -95,22 +95,29 @@ def in_words(candidate: Candidate, search: Search) -> list[str]:
 
 
 def _fewest(candidate: Candidate, search: Search, most: int) -> int:
-    """Return the fewest that do as well as `most`, and reach the target where those do.
+    """Return the fewest that do as well as `most` at slow coding, and reach the target as those do.
 
-    All at slow coding.
+    At slow coding and at the speed that is planned with, each where `most` reach it.
     """
+    target = search.question.target
+
+    def at_speed(cores: int) -> float:
+        return search.predict(candidate.method, cores=cores).utilization
 
     def reached(cores: int) -> float:
         return _slow_utilization(candidate, search, cores)
 
-    best, target = reached(most), search.question.target
-    needed = best - _UNSEEN
-    if best >= target:
-        needed = max(needed, target)
+    best = reached(most)
+    needed = max(best - _UNSEEN, target) if best >= target else best - _UNSEEN
+    needed_at_speed = target if at_speed(most) >= target else 0.0
+
+    def does(cores: int) -> bool:
+        return reached(cores) >= needed and at_speed(cores) >= needed_at_speed
+
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) >= needed else (middle, high)
+        low, high = (low, middle) if does(middle) else (middle, high)
     return high
 
 

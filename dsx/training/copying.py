@@ -121,7 +121,7 @@ class Copying:
     def saved(self, path: Path, step: int) -> None:
         """Take a good checkpoint of this cluster, which is complete on its disk."""
         if self._is_of_base(path):
-            self._last = self._copy_of(path, step)
+            self._last = _Copy(path, step, self._lies(path).tag)
             self._copied.discard(self._last.key)  # the same step may be saved again, finished
             self._old.saved(self._last.tag)
 
@@ -131,13 +131,17 @@ class Copying:
         At the same boundary in all clusters.
         """
         if self._is_of_base(path):
-            self._next = self._copy_of(path, step)
+            self._next = _Copy(path, step, self._lies(path).tag)
             self._begin_if_free()
 
     def holds(self, path: Path) -> bool:
         """Whether a checkpoint is being copied, and so has to stay; from any thread."""
         copy = self._open
         return copy is not None and copy.path == path
+
+    def loaded(self, step: int) -> None:
+        """Take that training goes on from there: copies of later steps make none superfluous."""
+        self._common = {tag: of for tag, of in self._common.items() if of <= step}
 
     def gone(self, path: Path) -> None:
         """Take that a library has deleted a checkpoint on the disk; from any thread."""
@@ -237,9 +241,6 @@ class Copying:
             )  # fmt: skip
         return base == self._base
 
-    def _copy_of(self, path: Path, step: int) -> _Copy:
-        return _Copy(path, step, self._lies(path).tag)
-
     def _begin_if_free(self) -> None:
         if self._open is None and self._next is not None:
             self._open, self._next = self._next, None
@@ -293,8 +294,7 @@ class Copying:
     def _take_done(self) -> None:
         while not self._done.empty():
             done = self._done.get()
-            copy, why = done.copy, done.why
-            url = self._remote.place_of(copy.path)
+            copy, why, url = done.copy, done.why, self._remote.place_of(done.copy.path)
             if why == "" and copy.key not in self._copied:
                 self._copied.add(copy.key)
                 self._told.copied(copy.path, copy.step, url, done.num_bytes, done.seconds)

@@ -150,12 +150,16 @@ class Keeping:
 
     def loaded(self, path: Path, step: int) -> None:
         """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
+        # later steps are saved anew, here and elsewhere: what was of them makes nothing superfluous
+        self._having = {key: held for key, held in self._having.items() if key[1] <= step}
+        for directory, common in self._common.items():
+            self._common[directory] = {tag: of for tag, of in common.items() if of <= step}
+        if self._copying is not None:
+            self._copying.loaded(step)
         common, tag = self._common_in(path.parent), path.name.removesuffix(REPLACED)
         for name in (tag, f"{tag}{REPLACED}"):
             common.pop(name, None)
         common[path.name] = step
-        # later steps are saved anew, here and elsewhere
-        self._having = {key: held for key, held in self._having.items() if key[1] <= step}
 
     def put_back(self, directory: Path, tag: str) -> bool:
         """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
@@ -166,9 +170,8 @@ class Keeping:
         common = self._common_in(directory)
         if f"{tag}{REPLACED}" not in common:
             return False
-        put_back(directory, tag)
         del common[f"{tag}{REPLACED}"]
-        return True
+        return put_back(directory, tag)
 
     def marked(self, path: Path) -> None:
         """Take that a checkpoint is none to go on from any more: its manifest says so."""

@@ -210,3 +210,33 @@ def test_a_deletion_that_fails_is_a_warning(
     keeping.pass_boundary()
     keeping.close()
     assert "an old checkpoint stays: [Errno 13] Permission denied" in caplog.text
+
+
+@pytest.mark.parametrize(("keep", "elsewhere"), [(2, False), (1, True)])
+def test_behind_a_load_in_the_same_process_what_is_saved_next_stays(
+    keep: int, elsewhere: bool, tmp_path: Path
+) -> None:
+    """Later steps of before, which training has gone back from, are not what it is older than."""
+    board = Board()
+    clusters = [Keeping(board.of(m), lambda: (0, 1), True, keep, lambda _: None) for m in range(2)]
+
+    def saved(step: int, tag: str) -> list[int]:
+        for m, keeping in enumerate(clusters):
+            write(tmp_path, m, step, tag=tag)
+            keeping.saved(tmp_path / f"cluster_{m}" / tag, step)
+        for keeping in clusters:
+            keeping.pass_boundary()
+            keeping.close()
+        first, second = (steps(tmp_path / f"cluster_{m}") for m in range(2))
+        assert first == second
+        return first
+
+    for step in (20, 30):
+        saved(step, f"step{step}")
+    base = tmp_path / "elsewhere" if elsewhere else tmp_path
+    for m, keeping in enumerate(clusters):
+        if elsewhere:
+            write(base, m, 20, tag="step20")
+        keeping.loaded(base / f"cluster_{m}" / "step20", 20)
+    expected = [[22, 30], [24, 30]] if elsewhere else [[20, 22, 30], [22, 24, 30]]
+    assert [saved(step, f"again{step}") for step in (22, 24)] == expected

@@ -23,7 +23,7 @@ from dsx.compress.averaging import ExactMean
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost, Submission
 from tests.distributed import free_port, run_distributed
-from tests.forked_commands import ForkedCommand
+from tests.forked_commands import start_command
 
 NUM_LOSSES = 24
 _stores: list[dist.Store] = []  # the server lives as long as its process, which ends with all
@@ -87,7 +87,7 @@ def test_a_killed_site_is_named_by_the_two_others(victim: int, tmp_path: Path) -
     store, launcher = free_port(), [free_port() for _ in range(3)]
     logs = [tmp_path / str(m) for m in range(3)]
     sites = [
-        ForkedCommand(
+        start_command(
             [sys.executable, "-m", "tests.comm.three_sites", str(m), str(store)],
             logs[m],
             {
@@ -107,7 +107,7 @@ def test_a_killed_site_is_named_by_the_two_others(victim: int, tmp_path: Path) -
             if m != victim:
                 site.wait(60)
                 said = logs[m].read_text()
-                assert re.search(f"PeerLost: fragment .*: cluster {victim} ", said), said
+                assert re.search(f"^PeerLost: fragment .*: cluster {victim} ", said, re.M), said
     finally:
         for site in sites:
             site.kill()

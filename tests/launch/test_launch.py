@@ -19,7 +19,7 @@ from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
-from tests.forked_commands import ForkedCommand, can_be_forked
+from tests.forked_commands import start_command
 from tests.installed import needs
 from tests.tiny import CASES
 
@@ -63,7 +63,6 @@ class Launcher:
         is_executed: bool = False,
     ) -> None:
         """Start it; in Python it is forked (see forked_commands.py) unless it is to be executed."""
-        self.process: subprocess.Popen[bytes] | ForkedCommand
         self.log = directory / f"{name}.log"
         own = ["--num_gpus", how, "--master_port", free_port()]
         command = how if isinstance(how, list) else ["deepspeed", *own]
@@ -78,16 +77,7 @@ class Launcher:
         }
         words = [str(part) for part in [*command, script, *args]]
         self.log.write_bytes(b"")
-        if not is_executed and can_be_forked(words, environment):
-            self.process = ForkedCommand(words, self.log, environment)
-            return
-        self.process = subprocess.Popen(
-            words,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        self.process = start_command(words, self.log, environment, is_executed)
 
     def wait(self, timeout_seconds: float = 90) -> int:
         """Return the exit status; if there is none in time, show where each rank stands."""

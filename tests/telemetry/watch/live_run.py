@@ -14,7 +14,7 @@ from typing import Any
 from dsx.bench.testbed import Testbed
 from tests.comm.links.folders import sites
 from tests.distributed import free_port
-from tests.forked_commands import ForkedCommand
+from tests.forked_commands import ForkedCommand, start_command
 
 NAMES = ("berlin", "oslo")
 STEPS = 100_000
@@ -82,7 +82,7 @@ class LiveRun:
                 self.processes[cluster].append(process)
             else:
                 environment = {**os.environ, **environment}
-                self.processes[cluster].append(ForkedCommand(command, log, environment))
+                self.processes[cluster].append(start_command(command, log, environment))
 
     def kill(self, cluster: int) -> None:
         """Kill a cluster."""
