@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsx.checkpoint.checksums import earlier_tags, of_text
 from dsx.compress.error_feedback import read_part
+from dsx.compress.owners import CODES, SCALES
 from dsx.config.renames import stored_axes
 from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
@@ -28,7 +29,8 @@ FORMAT = 11
 META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
 _WRAPPERS = re.compile(r"^module\.|(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
-_OF_PARAMETER = "codec.q."  # what is kept by the name of a parameter
+# what is kept by the name of a parameter: before it, the name, and behind
+_OF_PARAMETER = re.compile(rf"(.*?codec\.(?:{re.escape(CODES)}|{re.escape(SCALES)}))([^/]*)(.*)")
 _TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
 
 
@@ -144,10 +146,9 @@ class SavedRank:
                 slot["name"] = today.get(slot["name"], slot["name"])
         for stored in (self._names, self.meta["state"]["buffers"]):
             for old in list(stored):
-                before, kept, rest = old.partition(_OF_PARAMETER)
-                parameter, slash, behind = rest.partition("/")
-                if parameter in today:
-                    stored[before + kept + today[parameter] + slash + behind] = stored.pop(old)
+                found = _OF_PARAMETER.fullmatch(old)
+                if found is not None and found[2] in today:
+                    stored[found[1] + today[found[2]] + found[3]] = stored.pop(old)
 
     def slots(self, kind: str, fragment: int) -> tuple[Slot, ...]:
         """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
