@@ -47,14 +47,14 @@ def bench() -> Bench:
 def test_half_a_connection_on_which_nothing_comes_is_closed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "_HALF_SECONDS", 0.2)
+    monkeypatch.setattr(joined, "_HALF_SECONDS", 1.0)
     bench.caller.sendall(b"question")
     bench.caller.shutdown(socket.SHUT_WR)
     for _ in range(3):  # as long as something comes it stays
-        bench.run(0.15)
+        bench.run(0.4)
         bench.rank.sendall(b"more")
         assert not bench.ended
-    bench.run(1)
+    bench.run(3)
     assert bench.ended == [bench.joined]
     assert bench.joined.num_bytes == (8, 12)
     bench.close()
