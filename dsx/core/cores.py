@@ -17,9 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dsx.core.waits import give_sign, waiting_for
 
 Turn = Callable[[], AbstractContextManager[object]]
-OF_AN_ACCELERATOR = (
-    2  # that training keeps: it launches kernels on one, and its backward on another
-)
+# cores that training on an accelerator keeps: it launches kernels on one, its backward on another
+OF_AN_ACCELERATOR = 2
 WHAT = "a turn to code (coding.cores)"
 
 _ONE_AT_A_TIME = threading.Lock()  # of those who set their threads

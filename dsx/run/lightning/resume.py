@@ -147,15 +147,14 @@ def _start(
 
 def _restore(original: Callable[..., Any], connector: Any) -> None:
     """Restore what the Trainer has, then the outer state."""
+    original()
     trainer = connector.trainer
     fit = fit_of(trainer)
-    is_here = fit is not None and is_fitting(trainer) and not has_engine(trainer.strategy)
-    if fit is None or fit.resume is None or not is_here:
-        original()
+    if fit is None or fit.resume is None or not is_fitting(trainer):
         return
-    original()
-    fit.require_handle().load(fit.resume)
-    fit.watch_weights(trainer.strategy)
+    if not has_engine(trainer.strategy):
+        fit.require_handle().load(fit.resume)
+        fit.watch_weights(trainer.strategy)
 
 
 def _load_engine(
