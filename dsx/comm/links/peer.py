@@ -2,8 +2,8 @@
 
 Connection 0 is for what is short and must not wait: greetings, acknowledgements, probes, requests,
 short messages. The others carry all messages. A peer is there while connection 0 is; it has gone
-when that has been closed and not come back within `grace_seconds`, or when nothing was heard for
-`suspect_seconds`.
+when that has been closed (before it first stood: when no other is left) and not come back within
+`grace_seconds`, or when nothing was heard for `suspect_seconds`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Peer:
         self._probe_at, self._num_probes = 0.0, 0
         self._told_serial = 0  # the last one that it may forget all below
         self._acks_at: float | None = None  # when those that are there have to go out
-        self._has_met = False
+        self._has_stood = self._has_met = False  # any connection, and number 0
         self._stall = Stall(suspect_seconds / _STALLS_PER_SUSPICION, self._heard_at)
         self._renewed_at, self.is_not_heard = 0.0, False  # as it says
         self._renewing_until = 0.0  # until then a connection that is closed says nothing
@@ -134,10 +134,11 @@ class Peer:
         """Take a connection that stands, in place of an earlier one."""
         self.close(index)
         self.connections[index] = connection
-        self._heard_at = time.monotonic()
+        self._heard_at, self._has_stood = time.monotonic(), True
+        if index == 0 or not self._has_met:
+            self._lost_at = None
         if index == 0:
-            self._lost_at, self._renewing_until = None, 0.0
-            self._has_met = True
+            self._renewing_until, self._has_met = 0.0, True
             for other in [*self.connections]:  # acknowledgements may have been lost with it
                 self.mailbox.connection_lost(other)
             for number, body in self.asked.items():
@@ -147,7 +148,7 @@ class Peer:
         """Forget a connection that is there no more."""
         if self.connections.pop(index, None) is not None:
             self.mailbox.connection_lost(index)
-            if index == 0:
+            if index == 0 or not (self._has_met or self.connections):
                 now = time.monotonic()
                 self._lost_at = None if now < self._renewing_until else now
 
@@ -227,14 +228,14 @@ class Peer:
 
     def look(self, now: float) -> str | None:
         """Probe it where it is time; return why it has to be given up, if it has."""
-        if self.error is not None or not self._has_met:
+        if self.error is not None or not self._has_stood:
             return None
         if self._lost_at is not None and now - self._lost_at > (grace := self._grace()):
             return f"its connection was closed and did not come back within {grace:.1f} s"
         silent = now - self._heard_at
         if silent > self._suspect_seconds:
             return f"nothing was heard of it for {silent:.1f} s (link.suspect_seconds)"
-        if now >= self._probe_at and self._has_reason_to_probe(now):
+        if self._has_met and now >= self._probe_at and self._has_reason_to_probe(now):
             self._probe_at = now + self._sign_seconds
             self._num_probes += 1
             self._told_serial = self.mailbox.first_serial

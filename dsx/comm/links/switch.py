@@ -171,7 +171,7 @@ class Switch:
             is_kept = why is not None and self.held.keeps(peer, why, now)
             if is_kept and self.held.is_outside:
                 self.requests.give_up(peer)  # whoever heals asks another one
-            if why is not None and not is_kept:
+            if why is not None and not is_kept and peer.is_met:
                 self.give_up(peer, why)
                 if peer.is_visitor:
                     del self.peers[peer.cluster_id, peer.rank]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 
-from tests.comm.links.clusters import check, groups_of, swap, two_links
+from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
+from tests.comm.links.clusters import Line, check, groups_of, swap, two_links
 
 GRACE_SECONDS = 0.2
 
@@ -44,6 +47,55 @@ def test_one_who_heals_is_taken_back(healing: int) -> None:
         links[member].hold([0, 1], 1)
         time.sleep(0.3)
         assert not any(links[m].has_let_go((1 - m, 0)) for m in (0, 1))
+
+
+@contextlib.contextmanager
+def two_without(swallowed: int) -> Generator[tuple[list[Link], Line]]:
+    """Yield two links over a line that swallows what goes over one of their two connections."""
+    options = LinkOptions(grace_seconds=GRACE_SECONDS, suspect_seconds=8.0, streams=1)
+    links = [Link(m, 0, None, options) for m in range(2)]
+    line = Line(links[0].port)
+    line.swallows = lambda number, _: number == swallowed
+    try:
+        links[0].expect(1, 0, None)
+        links[1].expect(0, 0, line.address)
+        peers = [link._switch.peers for link in links]
+        wait_until(lambda: all(ps and all(p.connections for p in [*ps.values()]) for ps in peers))
+        yield links, line
+    finally:
+        for link in links:
+            link.close()
+        line.close()
+
+
+def cut_before_connection_0_stands(links: list[Link], line: Line, is_kept: bool) -> None:
+    for link in links if is_kept else ():
+        link.readmit()
+        link.hold([0, 1], 0)
+    works = swap(groups_of(links), 1000)  # acknowledged over connection 0
+    line.is_open = False
+    line.cut()
+    if is_kept:
+        wait_until(lambda: all(links[m].is_lost((1 - m, 0)) for m in (0, 1)))
+    else:
+        time.sleep(5 * GRACE_SECONDS)
+        assert not any(links[m].why_gone((1 - m, 0)) for m in (0, 1))
+    line.swallows, line.is_open = lambda *_: False, True
+    for m in (0, 1):
+        links[m].wait_for(1 - m, 0, 20)
+    assert not any(links[m].why_gone((1 - m, 0)) for m in (0, 1))
+    check(works)
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["of the view", "before there is one"])
+def test_one_that_is_cut_off_before_connection_0_stands_is_noticed(is_kept: bool) -> None:
+    """By both, though messages alone went to and fro; who is no member may come to be there yet."""
+    for swallowed in (0, 1):  # whichever the line takes first
+        with two_without(swallowed) as (links, line):
+            stand = [[*peer.connections] for link in links for peer in link._switch.peers.values()]
+            if stand == [[1], [1]]:
+                return cut_before_connection_0_stands(links, line, is_kept)
+    pytest.fail("connection 0 has stood both times")
 
 
 def test_a_member_that_a_view_has_left_out_is_not_kept() -> None:

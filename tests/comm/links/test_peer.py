@@ -119,6 +119,27 @@ def test_a_connection_that_closes_while_it_is_made_anew_is_no_loss(clock: Clock)
     assert "did not come back" in str(clock.peer.look(clock.now))
 
 
+def test_one_whose_connection_0_has_never_stood_is_lost_with_the_last_other_one(
+    clock: Clock,
+) -> None:
+    peer, connection = Peer(0, 2, 0, 0.7, SUSPECT_SECONDS), clock.long
+    assert peer.look(clock.now + 2 * SUSPECT_SECONDS) is None  # it has not begun
+    anew: Any = connection
+    peer.open(1, anew)
+    peer.open(2, anew)
+    peer.close(1)
+    assert peer.look(clock.now + 1) is None
+    peer.close(2)
+    assert peer.look(clock.now + 0.6) is None
+    assert "did not come back within 0.7 s" in str(peer.look(clock.now + 0.8))
+    peer.open(1, anew)
+    assert peer.look(clock.now + 0.8) is None and not peer.is_met
+    assert "nothing was heard" in str(peer.look(clock.now + SUSPECT_SECONDS + 1))
+    peer.open(0, anew)
+    peer.close(1)
+    assert peer.look(clock.now + 0.8) is None and peer.is_met
+
+
 def test_a_closed_connection_may_be_away_for_as_long_as_round_trips_take_now(clock: Clock) -> None:
     """Of a host that has become busy; one that stood still for once says nothing."""
 
