@@ -117,4 +117,8 @@ def test_an_old_spelling_works_and_names_the_new_one() -> None:
     with pytest.warns(FutureWarning, match="dsx bench link is now dsx bench line"):
         done = CliRunner().invoke(app, ["bench", "link", "--clusters", "9"])
     assert done.exit_code == 2 and done.stderr.startswith("dsx bench line: clusters=9")
-    assert " link " not in CliRunner().invoke(app, ["bench", "--help"]).stdout
+    with pytest.warns(FutureWarning, match="dsx bench launch is now dsx bench overhead"):
+        done = CliRunner().invoke(app, ["bench", "launch", "--numel", "none"])
+    assert done.exit_code == 2 and done.stderr.startswith("dsx bench overhead: --numel=none")
+    listed = CliRunner().invoke(app, ["bench", "--help"]).stdout
+    assert " link " not in listed and " launch " not in listed

@@ -94,8 +94,8 @@ def codec(
 
 
 @app.command()
-@one_line_errors("bench launch")
-def launch(
+@one_line_errors("bench overhead")
+def overhead(
     numel: Annotated[
         str, typer.Option(metavar="N,N", help="Elements of the fragment.")
     ] = "1048576,16777216,67108864",
@@ -125,7 +125,7 @@ def launch(
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
     if model_file is not None:
-        command = f"dsx bench launch --numel {numel} --repeats {repeats}"
+        command = f"dsx bench overhead --numel {numel} --repeats {repeats}"
         host = f"{torch.get_num_threads()} of the {this_host()}"
         model_file.write_text(cost_of(figures, command, host).write())
 
@@ -224,3 +224,10 @@ def line(
 def _line_as_it_was_called(*args: Any, **kwargs: Any) -> None:
     warn_renamed("dsx bench link", "dsx bench line", COMMAND_LINE)
     line(*args, **kwargs)
+
+
+@app.command("launch", hidden=True)
+@wraps(overhead)
+def _overhead_as_it_was_called(*args: Any, **kwargs: Any) -> None:
+    warn_renamed("dsx bench launch", "dsx bench overhead", COMMAND_LINE)
+    overhead(*args, **kwargs)

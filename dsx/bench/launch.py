@@ -1,4 +1,4 @@
-"""What a launch and an apply cost the training thread: `dsx bench launch`.
+"""What a launch and an apply cost the training thread: `dsx bench overhead`.
 
 A fragment is launched as in a run, with one cluster, so that the transfer's own thread has only
 the copy to wait for. Next to it, in the same passes, what no launch can go without: forming the

@@ -71,7 +71,7 @@ SaveEvery = Annotated[
 ]
 SaveSeconds = Annotated[float | None, _option("With --save-every: training waits so long for one.")]
 Launch = Annotated[
-    Path | None, _option("The JSON of dsx bench launch: the training thread's own work.", "FILE")
+    Path | None, _option("The JSON of dsx bench overhead: the training thread's own work.", "FILE")
 ]
 CodingCores = Annotated[
     int | None, _option("coding.cores: those of a rank's coding; default: as few as hide it.")

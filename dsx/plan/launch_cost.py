@@ -1,7 +1,7 @@
 """What launches and applies take of the training thread, for each element of a rank.
 
 Masters are read, the outer step is taken, masters are written: work that no overlap hides, where
-the state is on the host. `dsx bench launch` measures it, and with `--model` writes
+the state is on the host. `dsx bench overhead` measures it, and with `--model` writes
 launch_cost.json, which plans are made with.
 """
 
@@ -40,7 +40,7 @@ def launch_cost() -> LaunchCost:
 def read_launch_figures(figures: Any) -> float:
     """Return the training thread's seconds per element at launch and apply, of the largest size.
 
-    Of what `dsx bench launch --json` wrote, with the slowest codec; ValueError for anything else.
+    Of what `dsx bench overhead --json` wrote, with the slowest codec; ValueError for anything else.
     """
     try:
         most = max(int(figure["numel"]) for figure in figures)
@@ -49,7 +49,7 @@ def read_launch_figures(figures: Any) -> float:
     except (KeyError, TypeError, OverflowError, ValueError, ZeroDivisionError) as error:
         raise ValueError(
             f"launch figures must be a list of objects with numel, launch_ms and apply_ms "
-            f"({error!r}); write it by dsx bench launch --json"
+            f"({error!r}); write it by dsx bench overhead --json"
         ) from None
     require_number("the training thread's seconds per element", seconds, 0, 1)
     return seconds

@@ -20,7 +20,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "dsx data check",
     "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",
-    "OMP_NUM_THREADS=1 dsx bench launch",
+    "OMP_NUM_THREADS=1 dsx bench overhead",
     "dsx bench line --clusters 2 --mbit 22",
     "dsx bench line --mbit 100 -- python scripts/start_time.py",
     "dsx bench line --mbit 100 --latency-ms 20 -- python scripts/commit_time.py",

@@ -194,7 +194,7 @@ def test_what_the_training_thread_does_is_in_the_utilization(tmp_path: Path) -> 
     else:
         raise AssertionError("no row of diloco at H 5")
     path.write_text("[]")
-    with pytest.raises(AssertionError, match="write it by dsx bench launch --json"):
+    with pytest.raises(AssertionError, match="write it by dsx bench overhead --json"):
         answer(*asked, "--launch", str(path))
 
 
