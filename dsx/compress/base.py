@@ -172,6 +172,12 @@ class Compressor(Protocol):
         """Whether a whole parameter is one of those that have to be put together."""
         return False
 
+    def usual_bytes(self, slot: Slot, max_rank: int) -> int:
+        """Return about what one of many clusters sends of a slot in a usual round, its part of the
+        means included; `max_rank` as for `open`. What whole matrices are dealt to ranks by.
+        """
+        return 8 * slot.numel
+
     def validate(self) -> None:
         """Raise ValueError for values that cannot work."""
 

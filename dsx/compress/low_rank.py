@@ -35,10 +35,13 @@ from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
 from dsx.compress.owners import (
+    NUM_PROBES,
     FactorBytes,
+    down_bytes,
     factor_bytes,
     factor_rounds,
     two_sides,
+    up_bytes,
     warm_bytes,
 )
 from dsx.compress.pieces import side_work
@@ -153,6 +156,17 @@ class LowRank(Quantized):
             return False
         needed = min(self.rank or LEAST_RANK, min(two_sides(slot)) - 1)
         return self.largest_rank(slot) >= max(needed, 1)
+
+    def usual_bytes(self, slot: Slot, max_rank: int) -> int:
+        """Return those of the factors of a matrix, of codes, or of a vector."""
+        if slot.is_small:
+            return FORMATS[self.small_wire]().num_bytes(slot.numel) + 4 * slot.numel
+        if not self.takes(slot):
+            return self.up.num_bytes(slot.numel) + self.down.num_bytes(slot.numel)
+        (m, n), wire = two_sides(slot), self.factor_format
+        rank = min(max_rank or self.rank or LEAST_RANK, self.largest_rank(slot))
+        up = up_bytes(wire, rank + NUM_PROBES, m) + up_bytes(wire, rank, n)
+        return up + sum(down_bytes(wire.is_exact, rank, side) for side in (m, n))
 
     def is_dense_round(self, round: int) -> bool:
         """Whether a round sends everything as `Quantized` does."""

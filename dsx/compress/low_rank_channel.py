@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
+from dsx.compress.blocks import Owners, factor_owners
 from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
 from dsx.compress.factor_products import HostProducts, SideProducts
 from dsx.compress.low_rank_factor import Factor
 from dsx.compress.low_rank_matrix import LowRankMatrix
-from dsx.compress.owners import Owners, factor_owners, factor_sizes, two_sides
+from dsx.compress.owners import factor_sizes, two_sides
 from dsx.compress.quantized_channel import CodedPart, part_seed
 from dsx.core.buffers import Opening, Overlay
 from dsx.core.exchange import Exchange, ExchangeRound, in_turn, together

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dsx.compress.blocks import Block
 from dsx.compress.factors import DownCodec, UpCodec
-from dsx.compress.owners import Block, up_bytes
+from dsx.compress.owners import up_bytes
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Buffers
 from dsx.core.membership import Seat

@@ -16,10 +16,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from dsx.compress.blocks import Block, Owners
 from dsx.compress.factor_products import Products
 from dsx.compress.factors import UpCodec
 from dsx.compress.low_rank_factor import Factor, in_a_row
-from dsx.compress.owners import NUM_PROBES, Block, Owners, factor_sizes, of_sums, up_bytes
+from dsx.compress.owners import NUM_PROBES, factor_sizes, of_sums, up_bytes
 from dsx.compress.warm_start import WarmStart
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Buffers, Opening

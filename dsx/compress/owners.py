@@ -1,11 +1,8 @@
-"""Which clusters average the factors of which matrices, and how many bytes that takes.
+"""What the factors of matrices take on the wire and in memory: bytes by cluster.
 
-A round of an exchange lasts as long as the cluster with most to send or to receive needs, so each
-factor is shared out evenly, by itself: P and Q go one after another. Whole ones, as long as that is
-even enough; where there are too many clusters for that, all factors are laid end to end and cut
-into as many parts of one size, in columns of `[r, k]`. Of a P that is cut, the owners of its blocks
-send their means (int8 codes, or fp32 as factors are) to one of them, which makes it orthonormal and
-sends each the codes of its block, for all the others. factors.py says what the bytes are.
+Who averages which is said by blocks.py. Of a P that is cut, the owners of its blocks send their
+means (int8 codes, or fp32 as factors are) to one cluster, which makes it orthonormal and sends each
+the codes of its block, for all the others. factors.py says what the bytes are.
 """
 
 from __future__ import annotations
@@ -13,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from heapq import heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dsx.compress.blocks import Block, Matrices, Owners, factor_owners
 from dsx.compress.slices import RECEIVED, SENT, Rounds, Sizes, to_all_round, to_owners_round
 from dsx.compress.wire.formats import FORMATS
 
@@ -29,54 +26,6 @@ CODES, SCALES = "q.", "q_scale."  # before a matrix's name, what it starts its n
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 EXPONENT_BYTES = 1  # per row, up
 SCALE_BYTES = 2  # per column, down
-_CUT_FROM = 8  # clusters: with fewer, what a cut P adds is more than what it evens out
-_EVEN = 1.1  # the most that a cluster has, by the mean of all, for factors to be left whole
-_COLUMNS = 16  # blocks begin at multiples
-
-
-class Block(NamedTuple):
-    """Columns start..stop of a factor `[r, k]`, and who averages them, by position."""
-
-    start: int
-    stop: int
-    owner: int
-
-    @property
-    def length(self) -> int:
-        """How many columns it has."""
-        return self.stop - self.start
-
-
-class Owners(NamedTuple):
-    """The blocks of the two factors of a matrix, in order; `qr` makes P orthonormal."""
-
-    p: tuple[Block, ...]
-    q: tuple[Block, ...]
-    qr: int
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether P has several blocks, whose means go to `qr` first."""
-        return len(self.p) > 1
-
-
-Matrices = tuple[tuple[int, int, int], ...]  # (m, n, rank) of each
-
-
-def factor_owners(matrices: Matrices, num_clusters: int, first: int) -> tuple[Owners, ...]:
-    """Return who averages P `[r, m]` and Q `[r, n]` of each matrix `(m, n, largest rank)`.
-
-    Clusters are counted from `first` on for P, and for Q from the next one, so that the one with
-    most of P is not the one with most of Q. Owners stay when a controller changes the rank.
-    """
-    p, q = (
-        _blocks([(sides[factor], sides[2]) for sides in matrices], num_clusters, first + factor)
-        for factor in (0, 1)
-    )
-    return tuple(
-        Owners(of_p, of_q, max(of_p, key=lambda block: block.length).owner)
-        for of_p, of_q in zip(p, q, strict=True)
-    )
 
 
 def two_sides(slot: Slot) -> tuple[int, int]:
@@ -252,64 +201,3 @@ def _through_one(
                 down[block.owner, SENT] -= codes  # who has made them needs them no more
                 down[by.qr, RECEIVED] -= codes
     return np.stack([up, there, back, down])
-
-
-def _blocks(
-    sizes: Sequence[tuple[int, int]], num_clusters: int, first: int
-) -> list[tuple[Block, ...]]:
-    """Return the blocks of factors of `(length, rank)`: whole ones, or equal parts of them all."""
-    whole = [
-        (Block(0, length, owner),)
-        for (length, _), owner in zip(sizes, _share_out(sizes, num_clusters), strict=True)
-    ]
-    found, even = whole, sum(k * rank for k, rank in sizes) / num_clusters
-    if num_clusters >= _CUT_FROM and _most(whole, sizes, num_clusters) > _EVEN * even:
-        cut = _cut(sizes, num_clusters)
-        found = min(whole, cut, key=lambda blocks: _most(blocks, sizes, num_clusters))
-    return [
-        tuple(block._replace(owner=(block.owner + first) % num_clusters) for block in blocks)
-        for blocks in found
-    ]
-
-
-def _most(
-    factors: Sequence[tuple[Block, ...]], sizes: Sequence[tuple[int, int]], num_clusters: int
-) -> int:
-    """Return how many elements the cluster with most of them averages."""
-    load = [0] * num_clusters
-    for blocks, (_, rank) in zip(factors, sizes, strict=True):
-        for block in blocks:
-            load[block.owner] += rank * block.length
-    return max(load)
-
-
-def _cut(sizes: Sequence[tuple[int, int]], num_clusters: int) -> list[tuple[Block, ...]]:
-    """Return the parts of factors that lie end to end: one for each cluster, in turn."""
-    total = sum(length * rank for length, rank in sizes)
-    found: list[tuple[Block, ...]] = []
-    before = 0
-    for length, rank in sizes:
-        blocks: list[Block] = []
-        start, end = 0, before + length * rank
-        for owner in range(before * num_clusters // total, num_clusters):
-            reaches = total * (owner + 1) // num_clusters - before
-            columns = round(reaches / (rank * _COLUMNS)) * _COLUMNS
-            stop = length if before + reaches >= end else min(columns, length)
-            if stop > start:
-                blocks.append(Block(start, stop, owner))
-                start = stop
-            if stop == length:
-                break
-        found.append(tuple(blocks))
-        before = end
-    return found
-
-
-def _share_out(sizes: Sequence[tuple[int, int]], num_clusters: int) -> list[int]:
-    """Return an owner for each of `(length, rank)`: the largest first, to who has least so far."""
-    by_load, owners = [(0, owner) for owner in range(num_clusters)], [0] * len(sizes)
-    elements = [length * rank for length, rank in sizes]
-    for index in sorted(range(len(sizes)), key=lambda i: -elements[i]):
-        load, owners[index] = by_load[0]
-        heapreplace(by_load, (load + elements[index], owners[index]))
-    return owners

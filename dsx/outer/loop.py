@@ -71,7 +71,7 @@ class OuterLoop:
         self.matrix_gathers = matrix_gathers or plan_matrix_gathers(method, adapter)
         wire = [gather.wire for gather in self.matrix_gathers]
         self.state = StateStore(method, adapter, counts, wire, seat, resources)
-        for buffers in (adapter.buffers, *(gather.buffers for gather in self.matrix_gathers)):
+        for buffers in (adapter.buffers, *(gather.memory for gather in self.matrix_gathers)):
             self.state.allocator.adopt("in_the_cluster", buffers)
         self.history = History(len(fragments), list(adapter.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()

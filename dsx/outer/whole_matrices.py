@@ -2,22 +2,20 @@
 
 Under ZeRO a rank holds ragged ranges of flattened matrices, of which no factors can be made: a flat
 range reshaped to some width has another spectrum. So before coding, the pieces of each split
-matrix move to one rank of those that hold some of it, and the pieces of its mean move back: 4
-bytes per element each way inside the cluster, once per sync. Factors, ranks and bits are then
-those of the whole matrix, whatever the shards. What stays where it is (vectors, embeddings, whole
-matrices) is not moved.
+matrix move to one rank (matrix_owners.py), and the pieces of its mean move back: 4 bytes per
+element each way inside the cluster, once per sync, a part at a time (piece_moves.py). Factors,
+ranks and bits are then those of the whole matrix, whatever the shards. What stays where it is
+(vectors, embeddings, most whole matrices) is not moved.
 
 Both ways are collective over the ranks of the cluster, and every rank plans the same from all
-ranks' layouts. Matrices are shared out so that the ranks' sums over all fragments come out alike.
+ranks' layouts.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dsx.core.buffers import Buffers
@@ -25,94 +23,64 @@ from dsx.core.engine import EngineAdapter
 from dsx.core.types import Fragment, Slot
 from dsx.method.fragments import in_a_row
 from dsx.method.method import Method, SettingWarning
+from dsx.outer.matrix_owners import Moved, WholeMatrices, share_out, wanted_whole
+from dsx.outer.piece_moves import AllToAll, Move, PieceBuffers, PieceMoves
 
 if TYPE_CHECKING:  # what only plans is started without torch
     import torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
-AllToAll = Callable[[Sequence["Tensor"], Sequence["Tensor"]], None]
-
-
-@dataclass(frozen=True)
-class Move:
-    """A piece of a matrix: where it lies on its home rank, and where on the matrix's rank."""
-
-    home: int
-    owner: int
-    home_offset: int
-    wire_offset: int
-    numel: int
 
 
 class MatrixGather:
     """One fragment of one rank: its layout on the wire, and the way there and back.
 
-    Its buffers, on `device`, are made when they are first used; a plan has none.
+    `moved` are the matrices that go to a rank, `buffers` those of all of the rank's fragments.
     """
 
     def __init__(
         self,
         layouts: Sequence[Fragment],
         rank: int,
-        owners: Mapping[str, int],
-        device: torch.device | None,
+        moved: Mapping[str, Moved],
+        buffers: PieceBuffers,
     ) -> None:
-        wires = [_wire_layout(layout, r, owners) for r, layout in enumerate(layouts)]
+        wires = [_wire_layout(layout, r, moved) for r, layout in enumerate(layouts)]
         own = layouts[rank]
         self.wire = Fragment(own.id, own.stage, wires[rank])
-        self.is_needed = bool(owners)
-        self._rank = rank
-        self._kept = _kept(own, wires[rank])
-        moves = [
-            move for r, layout in enumerate(layouts) for move in _moves(r, layout, owners, wires)
-        ]
-        ranks = range(len(layouts))
-        self._away = [[m for m in moves if m.home == rank and m.owner == r] for r in ranks]
-        self._here = [[m for m in moves if m.owner == rank and m.home == r] for r in ranks]
-        self.buffers = Buffers(device or "cpu")
+        self.is_needed = bool(moved)
+        self._buffers = buffers
+        self._moves = PieceMoves(_moves(layouts, moved, wires), rank, len(layouts), buffers)
+        self._kept = [*_kept(own, wires[rank], moved), *self._moves.stays]
+
+    @property
+    def memory(self) -> Buffers:
+        """What pieces on their way are packed into: the same for all fragments."""
+        return self._buffers.memory
 
     @property
     def buffer_bytes(self) -> int:
-        """Return what pieces on their way take."""
-        return sum(4 * m.numel for moves in (*self._away, *self._here) for m in moves)
-
-    @cached_property
-    def _sent(self) -> list[Tensor]:
-        return self._buffers(self._away)
-
-    @cached_property
-    def _received(self) -> list[Tensor]:
-        return self._buffers(self._here)
-
-    def _buffers(self, moves: Sequence[Sequence[Move]]) -> list[Tensor]:
-        return [self.buffers.zeros(sum(m.numel for m in ms)) for ms in moves]
+        """Return what that takes, of all fragments together."""
+        return self._buffers.num_bytes
 
     def to_wire(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
         if not self.is_needed:
             out.copy_(x)
             return
-        for moves, buffer in zip(self._away, self._sent, strict=True):
-            _pack(x, [(m.home_offset, m.numel) for m in moves], buffer)
-        all_to_all(self._sent, self._received)
         for offset, wire_offset, numel in self._kept:
             out[wire_offset : wire_offset + numel].copy_(x[offset : offset + numel])
-        for moves, buffer in zip(self._here, self._received, strict=True):
-            _unpack(buffer, [(m.wire_offset, m.numel) for m in moves], out)
+        self._moves.to_owners(x, out, all_to_all)
 
     def from_wire(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write what came over the wire to `out` `[numel]`, as the masters lie."""
         if not self.is_needed:
             out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
             return
-        for moves, buffer in zip(self._here, self._received, strict=True):
-            _pack(mean, [(m.wire_offset, m.numel) for m in moves], buffer)
-        all_to_all(self._received, self._sent)
         for offset, wire_offset, numel in self._kept:
             out[offset : offset + numel].copy_(mean[wire_offset : wire_offset + numel])
-        for moves, buffer in zip(self._away, self._sent, strict=True):
-            _unpack(buffer, [(m.home_offset, m.numel) for m in moves], out)
+        self._moves.to_homes(mean, out, all_to_all)
 
 
 def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGather]:
@@ -120,7 +88,7 @@ def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGa
     layouts, rank = [adapter.fragments], 0
     if method.compression.needs_whole_matrices:
         layouts, rank = adapter.ranks.layouts(adapter.fragments)
-    return plan_gathers(layouts, rank, method.compression.takes, adapter.device)
+    return plan_gathers(layouts, rank, wanted_whole(method), adapter.device)
 
 
 def fragments_sent(fragments: Sequence[Fragment], on_the_wire: Sequence[Fragment]) -> list[int]:
@@ -163,120 +131,71 @@ def tell_what_is_factored(method: Method, adapter: EngineAdapter) -> None:
         )
 
 
+def buffer_bytes(gathers: Sequence[MatrixGather]) -> int:
+    """Return what the pieces of a rank's matrices take on their way."""
+    return max((gather.buffer_bytes for gather in gathers), default=0)
+
+
 def plan_gathers(
     layouts: Sequence[Sequence[Fragment]],
     rank: int,
-    takes: Callable[[Slot], bool],
+    wanted: WholeMatrices,
     device: torch.device | None,
 ) -> list[MatrixGather]:
     """Return a rank's part in every fragment; `layouts` are all ranks' fragments."""
-    owners, _ = share_out(layouts, takes)
+    buffers = PieceBuffers(device)
     return [
-        MatrixGather([fragments[index] for fragments in layouts], rank, of_fragment, device)
-        for index, of_fragment in enumerate(owners)
+        MatrixGather([fragments[index] for fragments in layouts], rank, of_fragment, buffers)
+        for index, of_fragment in enumerate(share_out(layouts, wanted))
     ]
 
 
-def wires_of(
-    layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
-) -> list[list[Fragment]]:
+def wires_of(layouts: Sequence[Sequence[Fragment]], wanted: WholeMatrices) -> list[list[Fragment]]:
     """Return every rank's fragments as they travel; `layouts` are all ranks' as they lie."""
-    owners, _ = share_out(layouts, takes)
+    moved = share_out(layouts, wanted)
     return [
         [
             Fragment(own.id, own.stage, _wire_layout(own, rank, of_fragment))
-            for own, of_fragment in zip(layout, owners, strict=True)
+            for own, of_fragment in zip(layout, moved, strict=True)
         ]
         for rank, layout in enumerate(layouts)
     ]
 
 
-def share_out(
-    layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
-) -> tuple[list[dict[str, int]], list[int]]:
-    """Return the rank of each split matrix by fragment, and each rank's elements on the wire."""
-    load = [0] * len(layouts)
-    owners = [
-        _own([fragments[index] for fragments in layouts], takes, load)
-        for index in range(len(layouts[0]))
-    ]
-    return owners, load
-
-
-def _own(
-    layouts: Sequence[Fragment], takes: Callable[[Slot], bool], load: list[int]
-) -> dict[str, int]:
-    """Return the rank of each split matrix that is wanted whole; adds to `load` in place.
-
-    The largest first, to the rank that then has the least to keep and to be sent, with what it has
-    of the fragments before: else the same ranks would own the largest of every fragment.
+def _wire_layout(layout: Fragment, rank: int, moved: Mapping[str, Moved]) -> tuple[Slot, ...]:
+    """Return what a rank sends: its slots, with matrices whole where it is their rank, those
+    behind the others of which it holds nothing.
     """
-    held: dict[str, dict[int, int]] = {}
-    for rank, layout in enumerate(layouts):
-        load[rank] += layout.numel
-        for slot in layout.layout:
-            if slot.numel and not slot.is_whole and takes(_whole(slot)):
-                held.setdefault(slot.name, {})[rank] = slot.numel
-                load[rank] -= slot.numel
-    owners: dict[str, int] = {}
-    for name in sorted(held, key=lambda n: (-sum(held[n].values()), n)):
-        ranks, numel = held[name], sum(held[name].values())
-
-        def cost(rank: int, numel: int = numel, ranks: dict[int, int] = ranks) -> int:
-            moved = numel - ranks[rank]
-            return load[rank] + numel + moved
-
-        owners[name] = min(ranks, key=cost)
-        load[owners[name]] += numel
-    return owners
+    slots: list[Slot] = []
+    own = {name: to.slot for name, to in moved.items() if to.owner == rank}
+    for slot in layout.layout:
+        if slot.name not in moved:
+            slots.append(slot)
+        elif slot.name in own:
+            slots.append(own.pop(slot.name))
+    return in_a_row([*slots, *own.values()])
 
 
-def _whole(slot: Slot) -> Slot:
-    return replace(slot, shape=slot.whole, offset=0, start=0)
-
-
-def _wire_layout(layout: Fragment, rank: int, owners: Mapping[str, int]) -> tuple[Slot, ...]:
-    """Return what a rank sends: its slots, with split matrices whole where it is their rank."""
-    slots = [
-        _whole(slot) if slot.name in owners else slot
-        for slot in layout.layout
-        if owners.get(slot.name, rank) == rank
-    ]
-    return in_a_row(slots)
-
-
-def _kept(own: Fragment, wire: Sequence[Slot]) -> list[tuple[int, int, int]]:
-    """Return `(offset, offset on the wire, numel)` of what does not move."""
-    places = {slot.name: slot for slot in wire}
-    return [
-        (s.offset, places[s.name].offset, s.numel)
-        for s in own.layout
-        if s.name in places and places[s.name].numel == s.numel
-    ]
+def _kept(
+    own: Fragment, wire: Sequence[Slot], moved: Mapping[str, Moved]
+) -> list[tuple[int, int, int]]:
+    """Return `(offset, offset on the wire, numel)` of what is not moved."""
+    places = {slot.name: slot.offset for slot in wire}
+    return [(s.offset, places[s.name], s.numel) for s in own.layout if s.name not in moved]
 
 
 def _moves(
-    rank: int, layout: Fragment, owners: Mapping[str, int], wires: Sequence[tuple[Slot, ...]]
-) -> list[Move]:
-    """Return where the pieces of one rank go, its own pieces of its own matrices included."""
-    found: list[Move] = []
-    for slot in layout.layout:
-        if slot.name in owners:
-            owner = owners[slot.name]
-            place = next(s for s in wires[owner] if s.name == slot.name)
-            found.append(Move(rank, owner, slot.offset, place.offset + slot.start, slot.numel))
-    return found
-
-
-def _pack(x: Tensor, ranges: Sequence[tuple[int, int]], buffer: Tensor) -> None:
-    end = 0
-    for offset, numel in ranges:
-        buffer[end : end + numel].copy_(x[offset : offset + numel])
-        end += numel
-
-
-def _unpack(buffer: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
-    end = 0
-    for offset, numel in ranges:
-        out[offset : offset + numel].copy_(buffer[end : end + numel])
-        end += numel
+    layouts: Sequence[Fragment], moved: Mapping[str, Moved], wires: Sequence[Sequence[Slot]]
+) -> Iterator[Move]:
+    """Yield where the pieces of all ranks go, those that are on their matrix's rank included."""
+    places = {
+        slot.name: slot.offset
+        for rank, wire in enumerate(wires)
+        for slot in wire
+        if slot.name in moved and moved[slot.name].owner == rank
+    }
+    for rank, layout in enumerate(layouts):
+        for slot in layout.layout:
+            if slot.name in moved and slot.numel:
+                to = moved[slot.name].owner
+                yield Move(rank, to, slot.offset, places[slot.name] + slot.start, slot.numel)

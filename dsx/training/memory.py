@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.whole_matrices import buffer_bytes
 
 
 def memory_of(loop: OuterLoop) -> OuterMemory:
@@ -15,7 +16,7 @@ def memory_of(loop: OuterLoop) -> OuterMemory:
         [len(parameters) for parameters in adapter.fragment_parameters],
         [gather.wire for gather in matrix_gathers],
         loop.transport.seat.num_clusters,
-        adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
+        adapter.buffer_bytes + buffer_bytes(matrix_gathers),
         adapter.device.type != "cpu",
         loop.state.is_on_disk,
         loop.state.resources.side is not None,

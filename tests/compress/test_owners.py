@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsx.compress.base import Launch
+from dsx.compress.blocks import factor_owners
 from dsx.compress.low_rank import LowRank
-from dsx.compress.owners import factor_owners, factor_rounds
+from dsx.compress.owners import factor_rounds
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.exchange import Exchange, ExchangeRound
 from dsx.core.membership import Seat
@@ -86,7 +87,39 @@ def test_with_few_clusters_none_is_cut() -> None:
     (by,) = factor_owners(((8192, 8192, 64),), 8, 3)
     assert [block.owner for block in by.p] == [3, 4, 5, 6, 7, 0, 1, 2]
     assert [block.owner for block in by.q] == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert {block.length for block in (*by.p, *by.q)} == {1024} and by.qr == 3
+
+
+def test_who_hands_a_p_back_averages_less_by_as_much() -> None:
+    """By hand: of 2 x 8192 columns among 8, and 8192 that 3 hands to 7 others, 1,024 of its own
+    count as much. (16384 + 1024) / 8 = 2,176 are everybody's, half of it of either factor: 1,088
+    columns; of 3 they are 1,152 less, half of that: 512, and 64 more by the multiples of 16.
+    """
+    (by,) = factor_owners(((8192, 8192, 64),), 8, 3)
+    assert by.qr == 3
+    for blocks in (by.p, by.q):
+        assert {b.length for b in blocks if b.owner != 3} == {1088}
+        assert [b.length for b in blocks if b.owner == 3] == [576]
+
+
+@pytest.mark.parametrize("num_clusters", [8, 16, 32, 128])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(94208, 8192)],
+        [(8192, 47104)],
+        [(8192, 8192), (10240, 8192), (94208, 8192), (8192, 47104)],
+        [(152576, 8192), (10240, 8192)],
+    ],
+    ids=["wide", "long", "layer", "embedding"],
+)
+def test_nobody_sends_much_more_where_few_matrices_are_cut(
+    shapes: list[tuple[int, int]], num_clusters: int
+) -> None:
+    """As DeepSpeed's ranks have them: one P is most of what there is, and one cluster makes it."""
+    matrices = tuple((m, n, 2048) for m, n in shapes)
+    rounds = factor_rounds(matrices, (2048,) * len(shapes), FORMATS["int4"](), num_clusters, 5)
+    sent = rounds[:, :, 0].sum(axis=0)
+    assert sent.max() <= 1.1 * sent.mean()
 
 
 def test_a_transformers_layer_by_hand() -> None:

@@ -22,10 +22,11 @@ from dsx.config.schema import DsxConfig
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Stage
 from dsx.outer.guard import sample_of
+from dsx.outer.matrix_owners import wanted_whole
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.passing_on import lent_bytes
 from dsx.outer.state import StateStore
-from dsx.outer.whole_matrices import fragments_sent, plan_gathers, wires_of
+from dsx.outer.whole_matrices import buffer_bytes, fragments_sent, plan_gathers, wires_of
 from dsx.plan.memory.plan import largest_rank, launched_together
 from dsx.plan.traffic import Load, Share, Traffic
 
@@ -110,7 +111,7 @@ def figures_of(
     layouts = [rank.fragments for rank in built]
     wires = [list(layout) for layout in layouts]
     if method.compression.needs_whole_matrices:
-        wires = wires_of(layouts, method.compression.takes)
+        wires = wires_of(layouts, wanted_whole(method))
     sent = [_bytes_of(config, *pair) for pair in enumerate(zip(built, wires, strict=True))]
     ranks = [
         RankFigures(rank, wire, fragments_sent(rank.fragments, wire), bytes_sent)
@@ -160,11 +161,10 @@ def _held(
     `is_on_accelerator`: whether outer steps are taken there, and factors are made there.
     """
     method, clusters = config.method, config.clusters.num_clusters
-    own, compression = rank.built, config.method.compression
-    is_whole = compression.needs_whole_matrices
+    own, is_whole = rank.built, method.compression.needs_whole_matrices
     together, place = (layouts, shard) if is_whole else ([own.fragments], 0)
-    gathers = plan_gathers(together, place, compression.takes, None)
-    in_cluster = own.buffer_bytes + sum(gather.buffer_bytes for gather in gathers)
+    gathers = plan_gathers(together, place, wanted_whole(method), None)
+    in_cluster = own.buffer_bytes + buffer_bytes(gathers)
     said = predict(
         method, own.fragments, own.num_tensors, rank.wire, clusters, in_cluster,
         is_on_accelerator[0], config.state.device == "disk", is_on_accelerator[1],

@@ -14,9 +14,10 @@ from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
 from dsx.method.method import Method
+from dsx.outer.matrix_owners import wanted_whole
 from dsx.outer.memory import OuterMemory, StatePlace, predict
 from dsx.outer.passing_on import lent_bytes
-from dsx.outer.whole_matrices import MatrixGather, plan_gathers, wires_of
+from dsx.outer.whole_matrices import MatrixGather, buffer_bytes, plan_gathers, wires_of
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
 from dsx.plan.memory.pieces import Held, held_by_rank, pieces_by_rank
@@ -91,11 +92,11 @@ def plan_stage(
     num_tensors = [len(names) for names in assignment]
     wires = layouts
     if method.compression.needs_whole_matrices:
-        wires = wires_of(layouts, method.compression.takes)
+        wires = wires_of(layouts, wanted_whole(method))
     of_ranks = [num_tensors] * len(layouts)
     rank = largest_rank(method, config.clusters.num_clusters, layouts, wires, of_ranks)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
-    in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
+    in_cluster = buffer_bytes(matrix_gathers)
     if not cluster.shares_optimizer:
         in_cluster += sum(_gathered(own, assignment, wholes) for own in held[rank])
     wire = [gather.wire for gather in matrix_gathers]
@@ -129,10 +130,9 @@ def _gathered(
 def _matrix_gathers(
     config: DsxConfig, layouts: Sequence[Sequence[Fragment]], rank: int
 ) -> list[MatrixGather]:
-    compression = config.method.compression
-    if not compression.needs_whole_matrices:
+    if not config.method.compression.needs_whole_matrices:
         layouts, rank = [layouts[rank]], 0
-    return plan_gathers(layouts, rank, compression.takes, None)
+    return plan_gathers(layouts, rank, wanted_whole(config.method), None)
 
 
 def largest_rank(
