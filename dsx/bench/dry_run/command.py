@@ -16,13 +16,18 @@ def dry_run(
         Path, typer.Argument(metavar="FILE", help="Megatron flags, or a DeepSpeed JSON.")
     ],
     model: Annotated[
-        Path | None, typer.Option(help="With a JSON: a file of flags for the model's sizes.")
+        Path | None,
+        typer.Option(help="With a JSON: flags of the model's sizes; default: dsx.plan's."),
     ] = None,
     clusters: Annotated[
         int | None, typer.Option(help="How many, in place of the file's.", min=1)
     ] = None,
     ranks_per_cluster: Annotated[
-        int | None, typer.Option(help="Accelerators per cluster; default tensor x pipeline.", min=1)
+        int | None,
+        typer.Option(
+            help="Accelerators per cluster; default: as the file plans, or tensor x pipeline.",
+            min=1,
+        ),
     ] = None,
     build: Annotated[
         str | None,
