@@ -126,11 +126,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Batch:
-    """What activations depend on, and how many sequences a step of one cluster has, if given."""
+    """What activations depend on, and how many sequences a step of one cluster has, if given.
+
+    `recomputes`: all activations are made again in the backward.
+    """
 
     sequence: int
     micro_batch: int
     sequences_per_step: int | None = None
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def of_deepspeed(
     cluster = Cluster(**read_cut(document, ranks)._asdict())
     if whole is None and accumulated:
         whole = accumulated * micro_batch * cluster.data
-    batch = Batch(known.seq_length, micro_batch, whole)
+    batch = replace(_batch(known), micro_batch=micro_batch, sequences_per_step=whole)
     model = model_of(known)
     is_told = read_integer(document.get("moe") or {}, "ep_size", 0) > 0
     if model.experts is not None and not is_told:
@@ -315,4 +319,5 @@ def _planned_ranks(words: Sequence[str], source: Path) -> int | None:
 
 
 def _batch(known: argparse.Namespace) -> Batch:
-    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
+    again = known.recompute_granularity == "full"
+    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size, again)
