@@ -15,19 +15,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 from dsx.config.checkpoints import CheckpointsConfig
+from dsx.config.divergence import DivergenceConfig
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.metrics import MetricsConfig
+from dsx.config.planned import PlanConfig, beside
 from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
 from dsx.config.sections import (
     ClustersConfig,
     CodingConfig,
-    DivergenceConfig,
     GuardConfig,
     LinkConfig,
     StateConfig,
@@ -46,6 +48,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "checkpoints": CheckpointsConfig,
     "divergence": DivergenceConfig,
     "guard": GuardConfig,
+    "plan": PlanConfig,
 }
 
 
@@ -164,7 +167,7 @@ def block_of_file(option: str, path: str) -> dict[str, Any]:
         raise ConfigError(
             f'{option} {path}: the file has no "dsx" block; add {{"dsx": {{"preset": ...}}}}'
         )
-    return json.loads(json.dumps(document["dsx"]))
+    return beside(json.loads(json.dumps(document["dsx"])), Path(path))
 
 
 def flags_of_variables(environ: Mapping[str, str]) -> list[str]:
@@ -242,6 +245,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "checkpoints": config.checkpoints.model_dump(),
         "divergence": config.divergence.model_dump(),
         "guard": config.guard.model_dump(),
+        "plan": config.plan.model_dump(),
         **config.axes,
     }
     for flag in all_flags():

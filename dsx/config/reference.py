@@ -23,7 +23,9 @@ from dsx.config.sections import Block
 from dsx.core.registry import FORMER
 from dsx.method.choices import AXES, PRESETS
 
-_SECTIONS = ("clusters", "state", "coding", "link", "checkpoints", "divergence", "guard", "metrics")
+_SECTIONS = (
+    "clusters", "state", "coding", "link", "checkpoints", "divergence", "guard", "metrics", "plan",
+)  # fmt: skip
 _Schema = dict[str, Any]
 
 _INTRODUCTION = """\

@@ -19,24 +19,24 @@ from pydantic import BaseModel, ValidationError
 
 from dsx.config.axes import read_choice
 from dsx.config.checkpoints import CheckpointsConfig, check_checkpoints
+from dsx.config.divergence import DivergenceConfig, check_divergence
 from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.link import LinkConfig, check_link
 from dsx.config.metrics import MetricsConfig, check_metrics, with_new_keys
 from dsx.config.plain import plain_block
+from dsx.config.planned import PlanConfig, beside
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
     COMMON,
     Block,
     ClustersConfig,
     CodingConfig,
-    DivergenceConfig,
     GuardConfig,
     StateConfig,
     check_address,
     check_clusters,
     check_coding,
-    check_divergence,
     check_state,
 )
 from dsx.core.checks import nearest
@@ -64,6 +64,7 @@ class DsxConfig:
     checkpoints: CheckpointsConfig
     divergence: DivergenceConfig
     guard: GuardConfig
+    plan: PlanConfig
     method: Method
     axes: dict[str, Any]
     given: Mapping[str, Any]
@@ -98,6 +99,7 @@ class DsxConfig:
                 if value != type(self.divergence).model_fields[key].default
             },
             "guard": self.guard.model_dump(),
+            "plan": self.plan.model_dump(exclude_none=True),
             **self.axes,
         }
 
@@ -126,9 +128,10 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
             f'"dsx" must be an object, not {shown(document["dsx"])}; write '
             '{"dsx": {"preset": ..., "clusters": {"num_clusters": 2}}}'
         )
-    block = _section("dsx", Block, plain_block(document["dsx"]))
-    overrides = {axis: getattr(block, axis) for axis in AXES}
     file = None if isinstance(source, Mapping) else str(source)
+    plain = plain_block(document["dsx"])
+    block = _section("dsx", Block, plain if file is None else beside(plain, Path(file)))
+    overrides = {axis: getattr(block, axis) for axis in AXES}
     method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters, file)
     method = dataclasses.replace(
         method,
@@ -159,6 +162,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         checkpoints=block.checkpoints,
         divergence=block.divergence,
         guard=block.guard,
+        plan=block.plan,
         method=method,
         axes=axes,
         given=document,

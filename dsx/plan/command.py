@@ -33,7 +33,12 @@ Params = Annotated[float | None, _option("Parameters, in place of files: 7e9.")]
 Layers = Annotated[int | None, _option("With --params: layers of equal size.")]
 Hidden = Annotated[int | None, _option("With --params: the width, for low rank.")]
 GpusPerCluster = Annotated[
-    int | None, _option("Ranks of one cluster; default of flags: tensor x pipeline.")
+    int | None,
+    typer.Option(
+        "--gpus-per-cluster",
+        "--ranks-per-cluster",
+        help="Ranks of one cluster; default: as the file plans, or tensor x pipeline.",
+    ),
 ]
 StepSeconds = Annotated[
     float | None, _option("Compute of one inner step, as measured in one cluster alone.")

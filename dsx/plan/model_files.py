@@ -9,10 +9,14 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dsx.config.files import ConfigError, read_json, read_text
+from dsx.config.flags import block_of_flags
+from dsx.config.planned import planned_for
 from dsx.core.types import Stage
 from dsx.method.method import Method
 from dsx.method.schedule.inside_backward import require_before, require_hooks
@@ -122,11 +126,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Batch:
-    """What activations depend on, and how many sequences a step of one cluster has, if given."""
+    """What activations depend on, and how many sequences a step of one cluster has, if given.
+
+    `recomputes`: all activations are made again in the backward.
+    """
 
     sequence: int
     micro_batch: int
     sequences_per_step: int | None = None
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,27 +155,50 @@ class ModelFiles:
 def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> ModelFiles:
     """Read a file of Megatron flags, or a DeepSpeed JSON beside one for the model.
 
-    ValueError for what is missing or does not go together.
+    What is None is as the file's own `dsx.plan` has it. ValueError for what is missing or does not
+    go together.
     """
     if source.suffix != ".json":
         if model_flags is not None:
             raise ValueError("--model goes with a DeepSpeed JSON; a file of flags tells the model")
-        known = parse(read_words(source))
+        words = read_words(source)
+        known, ranks = parse(words), ranks or _planned_ranks(words, source)
         return ModelFiles(model_of(known), _megatron(known, ranks), _batch(known))
-    if model_flags is None or ranks is None:
-        raise ValueError(
-            f"{source} does not tell the model nor the ranks of a cluster: add --model FILE (with "
-            "Megatron's flags for its sizes) and their number"
-        )
-    known = parse(read_words(model_flags), is_whole=False)
     document = read_json(source)
+    planned = planned_for(document, source)
+    if model_flags is None and planned.model is not None:
+        model_flags = Path(planned.model)
+        if not model_flags.is_file():
+            raise ValueError(
+                f"dsx.plan.model: there is no file {model_flags}; write its path from the folder "
+                f"of {source.name}, or give another by --model"
+            )
+    ranks = ranks or planned.ranks_per_cluster
+    if model_flags is None:
+        raise ValueError(
+            f"{source} does not tell the model: add --model FILE, with Megatron's flags for its "
+            'sizes, or "plan": {"model": FILE} to its "dsx" block'
+        )
+    if ranks is None:
+        raise ValueError(
+            f"{source} does not tell the ranks of a cluster: add --ranks-per-cluster N, or "
+            '"plan": {"ranks_per_cluster": N} to its "dsx" block'
+        )
+    return of_deepspeed(document, model_flags, ranks, source)
+
+
+def of_deepspeed(
+    document: Mapping[str, Any], model_flags: Path, ranks: int, source: Path
+) -> ModelFiles:
+    """Return what a DeepSpeed JSON, that of `source`, and a file for the model say."""
+    known = parse(read_words(model_flags), is_whole=False)
     micro_batch = read_integer(document, "train_micro_batch_size_per_gpu", 1)
     whole = read_integer(document, "train_batch_size", 0) or None
     accumulated = read_integer(document, "gradient_accumulation_steps", 0)
     cluster = Cluster(**read_cut(document, ranks)._asdict())
     if whole is None and accumulated:
         whole = accumulated * micro_batch * cluster.data
-    batch = Batch(known.seq_length, micro_batch, whole)
+    batch = replace(_batch(known), micro_batch=micro_batch, sequences_per_step=whole)
     model = model_of(known)
     is_told = read_integer(document.get("moe") or {}, "ep_size", 0) > 0
     if model.experts is not None and not is_told:
@@ -247,7 +278,9 @@ def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
         dense = f"tensor {tensor} x pipeline {pipeline}"
         dense += f" x context {context}" if context > 1 else ""
         words = f" and of expert {expert} x expert tensor {own or tensor} x pipeline {pipeline}"
-        raise ValueError(f"--ranks {ranks} is no multiple of {dense}{words if expert > 1 else ''}")
+        raise ValueError(
+            f"--ranks-per-cluster {ranks} is no multiple of {dense}{words if expert > 1 else ''}"
+        )
     return Cluster(
         pipeline=pipeline,
         tensor=tensor,
@@ -271,5 +304,20 @@ def _captured_by(known: argparse.Namespace) -> str | None:
     return None if kind == "none" else f"--cuda-graph-impl {kind}"
 
 
+def _planned_ranks(words: Sequence[str], source: Path) -> int | None:
+    """Return the ranks of a cluster that flags of dsx plan with, None if they do not say."""
+    if not any(word.startswith(("--dsx-plan-", "--dsx-config")) for word in words):
+        return None
+    usual = {"preset": "diloco", "clusters": {"num_clusters": 2}}  # is read, and refused, elsewhere
+    planned = planned_for(block_of_flags(words, usual), Path())
+    if planned.model is not None and Path(planned.model).resolve() != source.resolve():
+        raise ValueError(
+            f"dsx.plan.model={planned.model!r} is of a DeepSpeed JSON; a file of flags tells the "
+            "model: leave it out"
+        )
+    return planned.ranks_per_cluster
+
+
 def _batch(known: argparse.Namespace) -> Batch:
-    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
+    again = known.recompute_granularity == "full"
+    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size, again)

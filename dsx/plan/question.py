@@ -28,9 +28,8 @@ from dsx.plan.model import (
     from_sizes,
 )
 from dsx.plan.model_files import read_model
+from dsx.plan.step_time import PEAK_FLOPS, USUAL_MFU, require_gpu, seconds_of_step
 
-USUAL_MFU = 0.4
-PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
 
 
@@ -168,16 +167,15 @@ def _step_seconds(
 
 def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
     """Return 6 N tokens over what the accelerators do."""
-    if given.gpu not in PEAK_FLOPS:
-        raise ValueError(f"--gpu {given.gpu} is not known; allowed: {', '.join(PEAK_FLOPS)}")
+    assert given.gpu is not None
+    peak, active = require_gpu(given.gpu), model.active_numel
     mfu = USUAL_MFU if given.mfu is None else given.mfu
     tokens = given.tokens_per_step
     if tokens is None and model.files is not None and model.files.batch.sequences_per_step:
         tokens = model.files.batch.sequences_per_step * model.files.batch.sequence
     if tokens is None:
         raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
-    peak, active = PEAK_FLOPS[given.gpu], model.active_numel
-    seconds = 6 * active * tokens / (model.ranks * peak * mfu)
+    seconds = seconds_of_step(active, tokens, model.ranks, given.gpu, mfu)
     least, most = BOUNDS["step_seconds"]
     if not least <= seconds <= most:
         raise ValueError(

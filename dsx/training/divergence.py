@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from dsx.config.divergence import DivergenceConfig
 from dsx.config.files import ConfigError
-from dsx.config.sections import DivergenceConfig
 from dsx.outer.recovery import NonFiniteError
 from dsx.training.notices import Notices
 

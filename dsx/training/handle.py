@@ -98,7 +98,7 @@ class Handle:
         self.loop.start(keeps_masters or self.joining.is_due, waits)
         self.loop.beginning.is_open = self.loop.beginning.is_open or self.joining.is_due
         self._records.follow(self.loop, self._syncs, self.memory, world)
-        tell_of_start(self.loop, world, self.memory)
+        tell_of_start(self.loop, world, self.memory, config)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)
         self.joining.follow(self.preemption.orders, self.preemption.changing.loaded)

@@ -25,13 +25,15 @@ from dsx.telemetry.behind import Behind
 from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.trace.parts import trace_path
 from dsx.telemetry.trace.recorder import Trace
+from dsx.training.planned import tell_of_plan
 
 logger = logging.getLogger(__name__)
 
 
-def tell_of_start(loop: OuterLoop, world: World, memory: OuterMemory) -> None:
+def tell_of_start(loop: OuterLoop, world: World, memory: OuterMemory, config: DsxConfig) -> None:
     """Log how the method meets this model; collective over the ranks of a cluster of stages."""
     method, adapter, resources = loop.method, loop.adapter, loop.state.resources
+    tell_of_plan(adapter, world, config)
     counts = [len(adapter.fragments)]
     if adapter.stage.count > 1 and method.fragments.num_fragments == "auto":
         own = [adapter.stage.index, *counts]

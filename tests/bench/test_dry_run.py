@@ -15,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 import dsx
-from dsx.bench.dry_run.dry_run import Asked, DryRun
+from dsx.bench.dry_run.asked import Asked
+from dsx.bench.dry_run.dry_run import DryRun
 from dsx.bench.dry_run.figures import StageFigures
 from dsx.cli import app
 from dsx.comm.world import current_world
@@ -271,6 +272,11 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
     sent = told["start_seconds_unequal"] - told["start_seconds"]
     assert sent == pytest.approx(4 * told["params"] * 8 / 1e6 * 1514 / 1448)
     assert f"a start, from dsx.init_distributed on: {told['start_seconds']:.1f} s" in result.stdout
+    assert set(told["assumed"]) == {"step_seconds", "disk_mb_s"}
+    assert told["save_seconds"] == pytest.approx(told["save_bytes_per_rank"] / 500e6)
+    step = 6 * told["params"] * 32 / (2 * stages * 0.4 * 312e12)  # of one sequence
+    assert told["assumed"]["step_seconds"] == max(1e-6, pytest.approx(step))
+    assert "(--step-seconds, or --gpu and --mfu); 500 MB/s to the disk" in result.stdout
 
 
 @needs_megatron
@@ -285,7 +291,7 @@ def test_over_links_a_start_takes_what_their_model_says(tmp_path: Any) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     told = json.loads((tmp_path / "x.json").read_text())
-    terms = start_model("link").terms(told["clusters"], told["ranks"], streams=3)
+    terms = start_model("link").terms(told["clusters"], told["ranks"], 0.04, streams=3)
     assert terms.total < told["start_seconds"] < terms.total + 0.1
     assert start_model("gloo").terms(told["clusters"], told["ranks"]).total != terms.total
 
@@ -301,7 +307,10 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
     assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --overlap-grad-reduce")
     assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --ddp-bucket-size=40000000")
     assert "sgd: dsx memory plans" in refused(tmp_path, flags=f"{FLAGS} --optimizer sgd")
-    assert "give its --gbps" in refused(tmp_path, "--latency-ms", "10")
+    assert "--gbps=0 must be" in refused(tmp_path, "--gbps", "0")
+    assert "--latency-ms=-1 must be" in refused(tmp_path, "--latency-ms", "-1")
+    assert "--gpu b200 is not known; allowed: a100" in refused(tmp_path, "--gpu", "b200")
+    assert "leave one out" in refused(tmp_path, "--step-seconds", "2", "--mfu", "0.5")
 
 
 def test_an_engine_that_is_not_there_is_named(
@@ -327,6 +336,5 @@ def test_the_cores_of_a_block_are_in_its_utilization() -> None:
     for coding in ({"cores": 1}, {"cores": 8}, {}):
         block = {"preset": "diloco", "clusters": {"num_clusters": 2}, "coding": coding}
         told = DryRun(asked, files, load_config({"dsx": block}), stages, [0]).utilization
-        assert told is not None
         found.append(told)
     assert found[0] < found[1] == found[2]

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import dsx
-from dsx.bench.dry_run.dry_run import Asked, build
+from dsx.bench.dry_run.asked import Asked
+from dsx.bench.dry_run.dry_run import build
 from dsx.bench.start.job import MODEL, WORLD
 from dsx.bench.start.laps import Laps
 from dsx.comm import world as worlds
@@ -141,7 +142,7 @@ def dry(folder: str) -> list[dict[str, Any]]:
     for kind in KINDS:
         source = Path(folder) / "run.json"
         source.write_text(json.dumps(document(kind)))
-        made = build(Asked(source, flags, ranks=RANKS))
+        made = build(Asked(source, flags, ranks=RANKS, latency_ms=0))
         at_1_mb = replace(made, asked=replace(made.asked, disk_mb_s=1.0))
         record = at_1_mb.record()
         found.append({**record, "fixed": made.start_model.fixed_seconds})
@@ -198,10 +199,10 @@ def dry_on_a_line(folder: str, step_seconds: float) -> float:
     flags, source = Path(folder) / "small.flags", Path(folder) / "small.json"
     flags.write_text(flags_of(SMALL))
     source.write_text(json.dumps(document("ZeRO-1")))
-    asked = Asked(source, flags, ranks=RANKS, step_seconds=step_seconds, gbps=MBIT / 1e3)
-    found = build(asked).utilization
-    assert found is not None
-    return found
+    asked = Asked(
+        source, flags, ranks=RANKS, step_seconds=step_seconds, gbps=MBIT / 1e3, latency_ms=0
+    )
+    return build(asked).utilization
 
 
 @needs("deepspeed", "zmq", "cryptography")

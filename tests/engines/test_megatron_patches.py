@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.config.sections import DivergenceConfig
+from dsx.config.divergence import DivergenceConfig
 from megatron_patches import data, joining, losses, probe, training_end, validation
 
 TOTAL, MICRO_BATCH, RANKS, CLUSTERS = 48, 2, 2, 3

@@ -17,10 +17,11 @@ from dsx.core.types import Stage
 from dsx.plan.gpt_shapes import GPT, Experts
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.memory.show import read_plan, show_memory
-from dsx.plan.model_files import Batch, Cluster
+from dsx.plan.model_files import Batch, Cluster, read_words
 from dsx.plan.question import Given, read_question
 from dsx.plan.stage_weights import held_on_rank, stage_shapes
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
     "--dsx-preset diloco --dsx-num-clusters 2 "
@@ -258,3 +259,21 @@ def test_a_stage_of_one_layer_is_planned_with_one_fragment_and_told(tmp_path: Pa
     model.write_text(f"{flags} --dsx-fragments-num-fragments 4")
     with pytest.raises(ValueError, match="num_fragments=4 exceeds the model's 1 layers"):
         show_memory(read_plan(model, None, None), 40, False, Console(file=StringIO()))
+
+
+def test_the_107_b_stay_within_24_gib_of_a_host_and_13_with_twice_the_ranks(tmp_path: Path) -> None:
+    """In bf16 and int8; the file is the paper's else, which needs 29.5 and 16.4 GiB."""
+    shipped, paper = CONFIGS / "qwen_107b.flags", CONFIGS / "paper/dilocox/qwen_107b_tp8_pp10.flags"
+    words = read_words(shipped)
+    at = words.index("--dsx-outer-optimizer-state-dtype")
+    short = ["bf16", "--dsx-compression-error-feedback", "int8"]
+    assert words[:at] == read_words(paper) and words[at + 1 :] == short
+    most = []
+    for stages, file in [(10, shipped), (20, shipped), (10, paper), (20, paper)]:
+        words = [*read_words(file), "--pipeline-model-parallel-size", str(stages)]
+        (tmp_path / "x.flags").write_text(" ".join(words))
+        plan = read_plan(tmp_path / "x.flags", None, None)
+        stage = Stage(0, stages)
+        rank = plan_stage(plan.model, plan.cluster, stage, plan.config, plan.batch)
+        most.append(round(rank.outer_on_host / 2**30, 2))
+    assert most == [23.05, 12.98, 29.48, 16.37]

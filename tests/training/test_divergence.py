@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dsx.config.divergence import DivergenceConfig
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
-from dsx.config.sections import DivergenceConfig
 from dsx.outer.recovery import NonFiniteError
 from dsx.training.divergence import Divergence, refuse_stages
 from tests.checkpoint.test_keep import Board

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.bench.dry_run.asked import Asked, Rates, rates_of, require_rates
 from dsx.bench.dry_run.figures import StageFigures, figures_of
 from dsx.config.files import read_json
 from dsx.config.flags import block_of_flags
@@ -16,7 +17,7 @@ from dsx.core.requirements import installed_version
 from dsx.core.types import Stage
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.launch_cost import launch_cost
-from dsx.plan.link import Costs, Link
+from dsx.plan.link import Costs
 from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
 from dsx.plan.predict import predict
 from dsx.plan.start_time import StartModel, start_model
@@ -29,21 +30,6 @@ _NOT_BUILT = {
     "--ddp-bucket-size": _BUCKETS,
     "--ddp-num-buckets": _BUCKETS,
 }
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command was given; rates are the reader's own numbers, none is assumed."""
-
-    source: Path
-    model: Path | None = None
-    clusters: int | None = None
-    ranks: int | None = None
-    build: Sequence[int] | None = None
-    step_seconds: float | None = None
-    gbps: float | None = None
-    latency_ms: float = 0.0
-    disk_mb_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,18 +70,24 @@ class DryRun:
         return not self.config.link.uses_links
 
     @property
-    def utilization(self) -> float | None:
-        """The share of the time that is computing, of the planner's model; None without a line."""
-        asked = self.asked
-        if asked.step_seconds is None or asked.gbps is None:
-            return None
-        link = Link(asked.gbps * 1e9, asked.latency_ms / 1e3)
+    def rates(self) -> Rates:
+        """The line, the step and the disk that seconds are of."""
+        return rates_of(self.asked, self.files, self._active)
+
+    @property
+    def _active(self) -> int:
+        """Those that a token goes through; not asked for where a step's seconds are given."""
+        return 0 if self.asked.step_seconds is not None else self.active_parameters
+
+    @property
+    def utilization(self) -> float:
+        """The share of the time that is computing, of the planner's model."""
+        rates = self.rates
         ranks = [rank.wire for stage in self.stages for rank in stage.ranks]
-        method = self.config.method
         blocking, cores = launch_cost().seconds_per_element, self.config.coding.cores
         costs = Costs(blocking_seconds_per_element=blocking, cores=cores)
-        clusters = self.num_clusters
-        return predict(method, ranks, asked.step_seconds, link, clusters, costs).utilization
+        clusters, method = self.num_clusters, self.config.method
+        return predict(method, ranks, rates.step_seconds, rates.link, clusters, costs).utilization
 
     @property
     def most_sent(self) -> int:
@@ -104,11 +96,9 @@ class DryRun:
         return max(sum(sizes) for sizes in zip(*stages, strict=True))
 
     @property
-    def save_seconds(self) -> float | None:
-        """What writing the largest rank's outer state takes at the disk's rate, if it is given."""
-        if self.asked.disk_mb_s is None:
-            return None
-        return max(stage.saved for stage in self.stages) / (self.asked.disk_mb_s * 1e6)
+    def save_seconds(self) -> float:
+        """What writing the largest rank's outer state takes at the disk's rate."""
+        return max(stage.saved for stage in self.stages) / (self.rates.disk_mb_s * 1e6)
 
     @property
     def hash_seconds(self) -> float:
@@ -127,18 +117,15 @@ class DryRun:
         """What a start from equal weights takes, by plan/start_time.py."""
         fragments = max(len(rank.used) for stage in self.stages for rank in stage.ranks)
         terms = self.start_model.terms(
-            self.num_clusters, self.files.cluster.ranks, 2e-3 * self.asked.latency_ms, fragments,
+            self.num_clusters, self.files.cluster.ranks, 2e-3 * self.rates.latency_ms, fragments,
             self.config.link.streams,
         )  # fmt: skip
         return terms.total + self.hash_seconds
 
     @property
-    def start_seconds_unequal(self) -> float | None:
-        """The same where all weights differ, and go over the line once; None without a line."""
-        if self.asked.gbps is None:
-            return None
-        link = Link(self.asked.gbps * 1e9, self.asked.latency_ms / 1e3)
-        return self.start_seconds + 4 * self.parameters / link.payload_bytes_per_second
+    def start_seconds_unequal(self) -> float:
+        """The same where all weights differ, and go over the line once."""
+        return self.start_seconds + 4 * self.parameters / self.rates.link.payload_bytes_per_second
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON values; None: cannot be said before the run."""
@@ -170,12 +157,14 @@ class DryRun:
             "start_seconds_unequal": self.start_seconds_unequal,
             "save_seconds": self.save_seconds,
             "utilization": self.utilization,
+            "assumed": {name: value for name, (value, _) in self.rates.assumed.items()},
         }
 
 
 def build(asked: Asked) -> DryRun:
     """Build what was asked for; ValueError for what would fail, or is not served."""
     is_json = asked.source.suffix == ".json"
+    require_rates(asked)
     _require_engine(is_json)
     files = read_model(asked.source, asked.model, asked.ranks)
     document = read_json(asked.source) if is_json else block_of_flags(read_words(asked.source))
@@ -183,8 +172,6 @@ def build(asked: Asked) -> DryRun:
     require_served(config.method, files.cluster)
     config.method.validate(num_clusters=config.clusters.num_clusters)
     refuse_stages(config.divergence, files.cluster.pipeline)
-    if asked.latency_ms and asked.gbps is None:
-        raise ValueError("--latency-ms is of a line: give its --gbps, too")
     wanted = _stages(asked.build, files)
     if not is_json:
         _require_built(asked.source)

@@ -39,26 +39,24 @@ def show(run: DryRun, console: Console) -> None:
         f"weights, {run.hash_seconds:.1f} s of them their digests, on cores as measured: "
         f"{run.start_model.host}",
     )
-    if record["start_seconds_unequal"] is not None:
-        _say(
-            console,
-            f"  from others at {run.asked.gbps:g} Gbit/s: {record['start_seconds_unequal']:.3g} s",
-        )
+    rates = run.rates
+    _say(
+        console,
+        f"  from others at {rates.gbps:g} Gbit/s: {record['start_seconds_unequal']:.3g} s",
+    )
     _say(
         console,
         "a save: a file of outer state from each rank, the largest "
-        f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then",
+        f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then; at "
+        f"{rates.disk_mb_s:g} MB/s {record['save_seconds']:.3g} s",
     )
-    if record["save_seconds"] is not None:
-        rate = run.asked.disk_mb_s
-        _say(console, f"  at {rate:g} MB/s: {record['save_seconds']:.3g} s")
-    if record["utilization"] is not None:
-        asked = run.asked
-        _say(
-            console,
-            f"utilization {100 * record['utilization']:.1f} %, at {asked.step_seconds:g} s per "
-            f"inner step, {asked.gbps:g} Gbit/s and {asked.latency_ms:g} ms one way",
-        )
+    _say(
+        console,
+        f"utilization {100 * record['utilization']:.1f} %, at {rates.step_seconds:.4g} s per "
+        f"inner step, {rates.gbps:g} Gbit/s and {rates.latency_ms:g} ms one way",
+    )
+    if rates.assumed:
+        _say(console, f"assumed: {'; '.join(words for _, words in rates.assumed.values())}")
     for line in _unsaid(run):
         _say(console, f"not said: {line}")
 
@@ -102,17 +100,11 @@ def _table(run: DryRun) -> Table:
 
 def _unsaid(run: DryRun) -> list[str]:
     found: list[str] = []
-    if run.asked.gbps is None:
-        found.append("how long a start takes where the clusters' weights differ: add --gbps")
     if not run.sends_all_once:
         kind = run.config.axes["schedule"]["type"]
         found.append(f"bytes per round: with schedule.type={kind!r} the run decides what is sent")
     if not run.goes_over_gloo:
         found.append("connections and threads: over links they are shared by a host's ranks")
-    if run.asked.disk_mb_s is None:
-        found.append("how long a save takes: add --disk-mb-s, what a rank can write per second")
-    if run.utilization is None:
-        found.append("utilization: add --step-seconds and --gbps")
     return found
 
 

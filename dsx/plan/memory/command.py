@@ -16,10 +16,17 @@ def memory(
         Path, typer.Argument(metavar="FILE", help="Megatron flags, or a DeepSpeed JSON.")
     ],
     model: Annotated[
-        Path | None, typer.Option(help="With a JSON: a file of flags for the model's sizes.")
+        Path | None,
+        typer.Option(help="With a JSON: flags of the model's sizes; default: dsx.plan's."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Accelerators per cluster; default tensor x pipeline.", min=1)
+        int | None,
+        typer.Option(
+            "--ranks-per-cluster",
+            "--ranks",
+            help="Accelerators per cluster; default: as the file plans, or tensor x pipeline.",
+            min=1,
+        ),
     ] = None,
     limit: Annotated[float, typer.Option(help="GiB of one accelerator.", min=0.001)] = 40.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

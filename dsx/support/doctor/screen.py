@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsx.config.files import ConfigError, read_json
+from dsx.config.planned import planned_for
 from dsx.config.schema import DsxConfig
 from dsx.data.manifest import BuildSummary
 from dsx.plan.candidates import Question
@@ -57,6 +59,7 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
 
     ValueError, before anything is printed, for what is missing or does not go together.
     """
+    given = _with_plan(given)
     _require_sense(given)
     if given.config is None:
         return _tell(look_at_machine(), [], say)
@@ -113,6 +116,20 @@ def _ranks_here(config: DsxConfig, planned: Planned) -> int:
     clusters = config.clusters.num_clusters if config.clusters.rendezvous == "env://" else 1
     ranks = clusters * planned.files.cluster.ranks
     return min(ranks, num_gpus() or ranks)
+
+
+def _with_plan(given: Given) -> Given:
+    """Return it with what a JSON is planned for in the place of what is not given, if it is all."""
+    if given.config is None or given.config.suffix != ".json":
+        return given
+    try:
+        planned = planned_for(read_json(given.config), given.config)
+    except ConfigError:  # said with the block
+        return given
+    model, ranks = given.model, given.ranks or planned.ranks_per_cluster
+    if model is None and planned.model is not None and Path(planned.model).is_file():
+        model = Path(planned.model)
+    return given if model is None or ranks is None else replace(given, model=model, ranks=ranks)
 
 
 def _require_sense(given: Given) -> None:
