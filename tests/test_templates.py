@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests import templates
 from tests.distributed import run_distributed
 
 
@@ -49,3 +50,26 @@ def test_a_rank_may_be_an_interpreter_of_its_own(monkeypatch: pytest.MonkeyPatch
     found = run_distributed(look_around, 2, "deepspeed", os.getpid(), engine=None)
     assert [seen["is_imported"] for seen in found] == [False, False]
     assert all(seen["is_child"] for seen in found)
+
+
+def test_templates_are_lent_and_what_is_forked_prints_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(templates.PRELOADS, "small", "json")
+    with capfd.disabled():  # where the templates print
+        lender = templates.lend_templates()
+        first, second = (templates._borrowed("small", lender) for _ in range(2))
+    try:
+        addresses = [server._forkserver_address for server in first]
+        assert addresses == [server._forkserver_address for server in second]
+        assert addresses[0] != addresses[1]
+        monkeypatch.setitem(templates._started, "small", second)
+        for rank in range(2):
+            process = templates.ForkedRank("small", rank, target=print, args=(f"rank {rank}",))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+    finally:
+        for server in (*first, *second):  # or the templates would not end
+            os.close(server._forkserver_alive_fd)
+    assert capfd.readouterr().out == "rank 0\nrank 1\n"
