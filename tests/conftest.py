@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.templates import borrow_templates, lend_templates
+
 hypothesis.settings.register_profile("dsx", deadline=None)  # on a busy machine all take longer
 hypothesis.settings.load_profile("dsx")
 
@@ -24,6 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"write --megatron-lm={tree}, in one word")
     if config.getoption("markexpr") != "gpu":
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    if hasattr(config, "workerinput"):
+        borrow_templates(config.workerinput["templates"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Each of xdist's processes forks ranks from the same templates."""
+    if not hasattr(node.config, "templates"):
+        node.config.templates = lend_templates()
+    node.workerinput["templates"] = node.config.templates
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

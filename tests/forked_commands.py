@@ -8,8 +8,8 @@ those of commands that are started. What differs: all of one command hash alike 
 each other do not), and modules have been imported before.
 
 A process is started as ever where it is not Python's, has other options than `-u` and `-m` or
-another path to import from, where the one that starts it has threads, and on a system that does not
-let a process say what its command line is.
+another path to import from, where the one that starts it has threads (unless it is torchrun: see
+spare_processes.py), and on a system that does not let a process say what its command line is.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.spare_processes import Told, fork_spares, give_to_spare, ranks_of
 from tests.templates import ForkedRank, environment_of_imports, main_process, start_templates
 
 _PYTHONS = {
     path for path in Path(sys.executable).parent.glob("python*") if path.samefile(sys.executable)
 }
+ROOT = Path(__file__).parents[1]  # which is on every test's path
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _count = itertools.count()
 _at_exit: list[Callable[..., Any]] = []
@@ -48,22 +50,35 @@ _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def start_command(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], is_executed: bool = False
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    is_executed: bool = False,
+    folder: Path | None = None,
 ) -> subprocess.Popen[bytes] | ForkedCommand:
-    """Start it in a session of its own, with its output in a file: forked where it can be."""
+    """Start it in a session of its own, with its output in a file: forked where it can be.
+
+    It runs in `folder`, or where this process does.
+    """
     if not is_executed and can_be_forked(command, environment):
-        return ForkedCommand(command, log, environment)
+        return ForkedCommand(command, log, environment, folder)
     with log.open("ab") as file:
         return subprocess.Popen(
             [*command], stdout=file, stderr=subprocess.STDOUT, env={**environment},
-            start_new_session=True,
+            start_new_session=True, cwd=folder,
         )  # fmt: skip
 
 
 class ForkedCommand:
     """A command in a session of its own, its output at the end of a file; used as a `Popen` is."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
         """Start it; ValueError if it is none of `can_be_forked`."""
         if not can_be_forked(command, environment):
             raise ValueError(f"not a command of this Python: {command}")
@@ -71,8 +86,8 @@ class ForkedCommand:
         log.touch()
         start_templates("deepspeed")
         self._process: Any = ForkedRank(
-            "deepspeed", next(_count), target=_first, args=(self.args, str(log), {**environment}),
-            daemon=True,
+            "deepspeed", next(_count), target=_first,
+            args=(self.args, str(log), {**environment}, str(folder or Path.cwd())), daemon=True,
         )  # fmt: skip
         self._process.start()
         self.pid: int = self._process.pid
@@ -111,7 +126,7 @@ class ForkedCommand:
 
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a command would run in this Python, importing from where this process does."""
-    has_same_path = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    has_same_path = environment.get("PYTHONPATH") in (os.environ.get("PYTHONPATH"), str(ROOT))
     is_program = bool(_program_of(command, environment.get("PATH")))
     return has_same_path and is_program and _can_be_shown()
 
@@ -147,11 +162,12 @@ def _program_of(command: Sequence[str], path: str | None = None) -> list[str]:
     return [program, *command[1:]] if is_script else []
 
 
-def _first(command: list[str], log: str, environment: dict[str, str]) -> NoReturn:
+def _first(command: list[str], log: str, environment: dict[str, str], folder: str) -> NoReturn:
     """What a template forks: a command whose own commands are forked too."""
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
     atexit.register = _register
     os.setsid()
+    os.chdir(folder)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -174,24 +190,33 @@ def _fork_or_execute(self: Any, *args: Any, **kwargs: Any) -> None:
     environment = dict(os.environ if given["env"] is None else given["env"])
     plain = not given["shell"] and given["preexec_fn"] is None and given["executable"] is None
     plain = plain and given["close_fds"] and all(given[who] in (None, -1) for who in ("gid", "uid"))
+    if not (plain and can_be_forked(command, environment)):
+        _execute_child(self, *args, **kwargs)
+        return
     has_one_thread = len(os.listdir("/proc/self/task")) == 1
-    if not (plain and has_one_thread and can_be_forked(command, environment)):
+    pid = -1 if has_one_thread else give_to_spare(command, environment, given)
+    if pid == 0:
         _execute_child(self, *args, **kwargs)
         return
     sys.audit("subprocess.Popen", command[0], command, given["cwd"], given["env"])
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _take_its_place(given)
-        except BaseException as error:
-            os.write(2, f"{command}: {error}\n".encode())
-            os._exit(127)
-        _become(command, environment, given["pass_fds"])
+    if pid < 0 and (pid := os.fork()) == 0:
+        _be((command, environment, given))
     self.pid, self._child_created = pid, True
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     self._close_pipe_fds(*(given[name] for name in pipes))
+
+
+def _be(told: Told) -> NoReturn:
+    """Be a command, in a child: Popen's arguments say where and with which files."""
+    command, environment, given = told
+    try:
+        _take_its_place(given)
+    except BaseException as error:
+        os.write(2, f"{command}: {error}\n".encode())
+        os._exit(127)
+    _become(command, environment, given.get("pass_fds", ()))
 
 
 def _take_its_place(given: dict[str, Any]) -> None:
@@ -222,6 +247,7 @@ def _become(command: list[str], environment: dict[str, str], keep: Sequence[int]
     program = _program_of(command)
     if threads := environment.get("OMP_NUM_THREADS"):  # which is read as torch is loaded
         torch.set_num_threads(int(threads))
+    fork_spares(ranks_of(program), _be)
     at_once = "-u" in command[:2] or bool(environment.get("PYTHONUNBUFFERED"))
     sys.stdout.reconfigure(line_buffering=at_once)  # type: ignore[union-attr]
     main = sys.modules["__main__"] = types.ModuleType("__main__")

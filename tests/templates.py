@@ -18,11 +18,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver, popen_forkserver
+from multiprocessing import connection, forkserver, popen_forkserver, reduction, resource_tracker
 from typing import Any
 from unittest import mock
-
-import torch.distributed as dist
 
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
@@ -35,6 +33,8 @@ def preload(
     *names: str, first: Callable[[], None] | None = None, last: Callable[[], None] | None = None
 ) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
+    import torch.distributed as dist  # who lends templates needs no torch
+
     os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts threads where its compiler is imported
     before = dict(os.environ)
     if first is not None:
@@ -52,12 +52,23 @@ def preload(
 
 
 _started: dict[str, list[Any]] = {}  # the two templates by engine
+_lender: str | None = None  # where another process lends them
 
 
 def start_templates(engine: str) -> None:
-    """Start this process's two templates for `engine`, once; return when they have imported all."""
+    """Have this process's two templates for `engine`, once; return when they have imported all."""
     if engine in _started:
         return
+    _started[engine] = _run_templates(engine) if _lender is None else _borrowed(engine, _lender)
+    for rank in range(2):
+        process = ForkedRank(engine, rank)
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the template for {engine} ended; what it said stands above")
+
+
+def _run_templates(engine: str) -> list[Any]:
     servers = [forkserver.ForkServer() for _ in range(2)]
     started_by = os.getpid()
 
@@ -73,21 +84,74 @@ def start_templates(engine: str) -> None:
         for server in servers:
             server.set_forkserver_preload([PRELOADS[engine]])
             server.ensure_running()
-    _started[engine] = servers
-    for rank in range(2):
-        process = ForkedRank(engine, rank)
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            raise RuntimeError(f"the template for {engine} ended; what it said stands above")
+    return servers
+
+
+def lend_templates() -> str:
+    """Run templates for other processes, each kind once it is asked for; return where to ask."""
+    listener = connection.Listener(family="AF_UNIX")
+    servers: dict[str, list[Any]] = {}
+
+    def serve() -> None:
+        while True:
+            with listener.accept() as borrower:
+                engine = borrower.recv()
+                if engine not in servers:
+                    servers[engine] = _run_templates(engine)
+                for server in servers[engine]:
+                    borrower.send({name: getattr(server, name, None) for name in _HOW_TO_ASK})
+                    reduction.send_handle(borrower, server._forkserver_alive_fd, None)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return str(listener.address)
+
+
+def borrow_templates(lender: str) -> None:
+    """Fork from templates that another process lends, at what `lend_templates` has returned."""
+    global _lender
+    _lender = lender
+
+
+_HOW_TO_ASK = ("_forkserver_address", "_forkserver_authkey")  # a key since Python 3.14
+
+
+class _Borrowed(forkserver.ForkServer):
+    """A forkserver that is another process's child, and ends behind all who hold its pipe."""
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()  # which `connect_to_new_process` hands on
+
+
+def _borrowed(engine: str, lender: str) -> list[Any]:
+    servers: list[Any] = [_Borrowed() for _ in range(2)]
+    with connection.Client(lender, family="AF_UNIX") as asked:
+        asked.send(engine)
+        for server in servers:
+            vars(server).update(asked.recv())
+            server._forkserver_alive_fd = reduction.recv_handle(asked)
+    return servers
 
 
 class ForkedRank(multiprocessing.context.ForkServerProcess):  # type: ignore[name-defined]
-    """A process that is forked from the template for its engine and rank."""
+    """A process that is forked from the template for its engine and rank.
+
+    What it prints goes to where the one that starts it prints, and not to where the template does.
+    """
 
     def __init__(self, engine: str, rank: int, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.engine, self.rank = engine, rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "files": [reduction.DupFd(number) for number in (1, 2)]}
+
+    def run(self) -> None:
+        """Do what the process is for, in the new process."""
+        for number, file in zip((1, 2), self.__dict__.pop("files"), strict=True):
+            copy = file.detach()
+            os.dup2(copy, number)
+            os.close(copy)
+        super().run()
 
     @staticmethod
     def _Popen(process: Any) -> Any:

@@ -176,7 +176,8 @@ EXACT = {  # what they print is the same everywhere, and stands in the `text` bl
 }
 
 # They meet at the launchers' default port, so they run one at a time on a host.
-LAUNCHES = ("deepspeed ", "torchrun ", "bash scripts/quickstart.sh", "dsx quickstart")
+RANKS = ("deepspeed ", "torchrun ")
+LAUNCHES = (*RANKS, "bash scripts/quickstart.sh", "dsx quickstart")
 
 PACKAGES = {  # pages whose commands need what `dev` does not install
     "docs/hugging-face-models.md": ("transformers",),

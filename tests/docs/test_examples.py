@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dsx.config.schema import load_config
 from tests.distributed import the_default_port
 from tests.docs import commands
 from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
+from tests.forked_commands import start_command
 
 LEVELS = {"default": 0, "ci": 1, "slow": 2}
 EXAMPLES = [block for page in pages() for block in blocks(page)]
@@ -33,6 +34,7 @@ OF_DEEPSPEED = {
 }  # keys of pieces of JSON that are DeepSpeed's own
 NO_TESTBED = 77  # exit code of commands that need root, `ip` and `tc`
 MINUTES = {"default": 4, "ci": 5, "slow": 20}
+PLAIN = re.compile(r"\w+ [^$|&;<>*?{}()`\n]+")  # a command that asks nothing of a shell
 
 
 def source_of(block: Block) -> list[str]:
@@ -119,9 +121,13 @@ class Reader:
                 words = [sys.executable, "-W", "error", "-c", command]
             is_launch = command.startswith(commands.LAUNCHES)
             with the_default_port() if is_launch else nullcontext():
-                done = self._run_here(command) or subprocess.run(
-                    words, cwd=self.folder, env=self.environment, capture_output=True, text=True,
-                    timeout=60 * MINUTES[level],
+                done = (
+                    self._run_here(command)
+                    or self._fork(command, 60 * MINUTES[level])
+                    or subprocess.run(
+                        words, cwd=self.folder, env=self.environment, capture_output=True,
+                        text=True, timeout=60 * MINUTES[level],
+                    )
                 )  # fmt: skip
             said = f"{block.page}:{block.line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             if done.returncode == NO_TESTBED and commands.listed(command, commands.NEEDS_ROOT):
@@ -133,7 +139,7 @@ class Reader:
 
     def _run_here(self, command: str) -> subprocess.CompletedProcess[str] | None:
         """Run what asks nothing of a shell in this process, by default: an interpreter less."""
-        if self.level != "default" or not re.fullmatch(r"dsx [^$|&;<>*?{}()`\n]+", command):
+        if self.level != "default" or not (command.startswith("dsx ") and PLAIN.fullmatch(command)):
             return None
         before = Path.cwd()
         os.chdir(self.folder)
@@ -143,6 +149,21 @@ class Reader:
         finally:
             os.chdir(before)
         return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
+
+    def _fork(self, command: str, seconds: float) -> subprocess.CompletedProcess[str] | None:
+        """Fork a launch that asks nothing of a shell, as its ranks: see forked_commands.py."""
+        is_of_dsx_run = "dsx.run" in command  # which looks at what a script imports, and when
+        if not PLAIN.fullmatch(command) or not command.startswith(commands.RANKS) or is_of_dsx_run:
+            return None
+        words, log = shlex.split(command), self.folder / "launch.log"
+        log.write_bytes(b"")
+        launcher = start_command(words, log, self.environment, folder=self.folder)
+        try:
+            status = launcher.wait(seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(words, status, log.read_text(), "")
 
     def _run_together(self, block: Block) -> None:
         """Each command has a terminal of its own; the first one goes on until Ctrl-C."""

@@ -107,9 +107,12 @@ class Launcher:
     def output(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, text: str, timeout_seconds: float = 60, may_end: bool = False) -> None:
+    def wait_for(
+        self, text: str, timeout_seconds: float = 60, may_end: bool = False, behind: str = ""
+    ) -> None:
+        """Return once it has written a text, after another if that is given."""
         until = time.monotonic() + timeout_seconds
-        while text not in self.output():
+        while text not in (self.output().partition(behind)[2] if behind else self.output()):
             assert may_end or self.process.poll() is None, self.output()
             assert time.monotonic() < until, self.output()
             time.sleep(0.1)

@@ -6,8 +6,9 @@ how the work is laid out on the hardware, and where a run is. A tokenizer is com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatch, translate
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ NOT_COMPARED = (
     "use_flash_attn", "dataloader_fast_*", "dataloader_defer_*", "mmap_bin_files", "inference_*",
     "rl_*", "langrl_*",
 )  # fmt: skip
+_NOT_COMPARED = re.compile("|".join(map(translate, NOT_COMPARED)))
 _TOKENIZERS = ("vocab_file", "merge_file", "tokenizer_model")
 _OF_TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "*.spm")  # in a folder
 
@@ -48,9 +50,7 @@ def settings_of_arguments(arguments: Any) -> dict[str, Any]:
     """Return what is compared of Megatron-LM's arguments, a tokenizer's files as their digest."""
     values = plain(vars(arguments))
     compared = {
-        name: value
-        for name, value in sorted(values.items())
-        if not any(fnmatch(name, pattern) for pattern in NOT_COMPARED)
+        name: value for name, value in sorted(values.items()) if not _NOT_COMPARED.match(name)
     }
     for name in _TOKENIZERS:
         if values.get(name):
@@ -64,11 +64,7 @@ def settings_of_configs(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]
 
     def compared(config: Any) -> dict[str, Any]:
         values = plain(vars(config)) if config is not None else {}
-        return {
-            name: value
-            for name, value in values.items()
-            if not any(fnmatch(name, pattern) for pattern in NOT_COMPARED)
-        }
+        return {name: value for name, value in values.items() if not _NOT_COMPARED.match(name)}
 
     modules = [(f"chunk_{i}.{n}", m) for i, c in enumerate(chunks) for n, m in c.named_modules()]
     return {
