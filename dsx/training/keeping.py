@@ -150,7 +150,9 @@ class Keeping:
 
     def loaded(self, path: Path, step: int) -> None:
         """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
-        # later steps are saved anew, here and elsewhere: what was of them makes nothing superfluous
+        # later steps are saved anew, here and elsewhere: what was of them makes none superfluous,
+        # and what is still to be told of them is not of what has its name by then
+        self._notices.take_back(_KIND, lambda told: told["step"] > step)
         self._having = {key: held for key, held in self._having.items() if key[1] <= step}
         for directory, common in self._common.items():
             self._common[directory] = {tag: of for tag, of in common.items() if of <= step}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,15 @@ class Clusters:
 
             def due(self, kind: str) -> list[Due]:
                 return outer.due[cluster].pop(kind, [])
+
+            def take_back(self, kind: str, is_stale: Callable[[Any], bool]) -> None:
+                outer.posted = [
+                    due
+                    for due in outer.posted
+                    if not (due.kind == kind and due.cluster == cluster and is_stale(due.payload))
+                ]
+                held = outer.due[cluster]
+                held[kind] = [due for due in held.get(kind, []) if not is_stale(due.payload)]
 
         return Own()
 
