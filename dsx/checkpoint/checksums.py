@@ -22,6 +22,7 @@ from dsx.core.progress import SOON, Progress
 
 MANIFEST = "dsx.json"
 UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
+HELD = f".held{REPLACED}"  # see written_again.py
 WRITER = ".writing"  # names the process that writes to a folder of tags
 OF_TORCH = "torch"  # the folder of what plain PyTorch trains: its ranks leave checksums, too
 DAMAGED = "damaged"  # in place of what a manifest held
@@ -64,6 +65,11 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
         if name not in files or "/" in name
     }
     return sealed({**manifest, _FILES: files, _SIZES: sizes})
+
+
+def name_of(tag: str) -> str:
+    """Return the name under which what a folder holds was saved, written again since or not."""
+    return tag.removesuffix(HELD if tag.endswith(HELD) else REPLACED)
 
 
 def files_below(tag: Path) -> list[Path]:

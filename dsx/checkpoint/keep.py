@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REMOVED, REPLACED
+from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REMOVED, REPLACED, name_of
 from dsx.checkpoint.tags import Manifests
 
 
@@ -36,7 +36,7 @@ def superfluous(manifests: Manifests, common: Mapping[str, int], keep: int) -> l
         tag
         for tag, manifest in known.items()
         if (manifest["step"] < oldest and not manifest.get("is_finished"))
-        or (tag.endswith(REPLACED) and tag.removesuffix(REPLACED) in good)
+        or (tag.endswith(REPLACED) and name_of(tag) in good)
     ]
     return sorted(gone, key=lambda tag: known[tag]["step"])
 

@@ -2,7 +2,7 @@
 
 A tag is written as `<tag>.unfinished` and renamed once every rank's files are on disk and rank 0
 has written `dsx.json`: a process that is killed at any moment leaves the last complete tag as it
-was. A tag that is written again keeps what it held as `<tag>.replaced`, since another cluster may
+was. A tag that is written again keeps what it held (written_again.py), since another cluster may
 not have got as far; both hold the inner step and the run's name, by which clusters find the same.
 What they save when they are told to end is the same at whatever steps they do.
 
@@ -26,6 +26,7 @@ from dsx.checkpoint.checksums import (
     REMOVED,
     REPLACED,
     UNFINISHED,
+    name_of,
     read_manifest,
     sealed,
     take_checksums,
@@ -83,22 +84,6 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     unfinished.rename(final)
     sync_to_disk(directory)
     end_writing(directory)
-
-
-def put_back(directory: Path, tag: str) -> bool:
-    """Give what a tag held before it was written again its name; what it holds now goes. OSError.
-
-    Killed meanwhile, it is complete under either name. Return whether there is such a one.
-    """
-    replaced, final = directory / f"{tag}{REPLACED}", directory / tag
-    if not (replaced / MANIFEST).is_file():
-        return False
-    if final.exists():
-        (final / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(final)
-    replaced.rename(final)
-    sync_to_disk(directory)
-    return True
 
 
 def note_left(tag: Path) -> None:
@@ -272,7 +257,7 @@ def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Ma
     fitting = [
         e
         for e in manifests.items()
-        if wanted in (None, e[0], e[0].removesuffix(REPLACED)) and DAMAGED not in e[1]
+        if wanted in (None, e[0], name_of(e[0])) and DAMAGED not in e[1]
     ]
     return sorted(
         fitting,

@@ -9,7 +9,7 @@ mapped (outer/mapped.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -125,7 +125,8 @@ class Opening:
     `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
     `side` is an accelerator's stream to compute on, where factors are made there.
-    Its state, which a checkpoint carries, is in `state`, and copies of that in `before`.
+    Its state, which a checkpoint carries, is in `state`, and copies of that in `before`; where they
+    are on a disk, `read_ahead` returns once what it is given is in memory.
     """
 
     buffers: Buffers = field(default_factory=Buffers)
@@ -136,6 +137,7 @@ class Opening:
     encoding: Buffers = field(default_factory=Buffers)
     before: Buffers = field(default_factory=Buffers)
     side: SideStream | None = None
+    read_ahead: Callable[[Iterable[Tensor]], object] = lambda tensors: None
 
 
 class Allocator:

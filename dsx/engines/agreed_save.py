@@ -61,7 +61,7 @@ class AgreedSave:
         handle.beside.open(may_be_later and not _is_ending(handle))
         with self.part():
             if is_first and self._trouble is None:
-                self.has_put_back = handle.keeping.put_back(directory, tag)
+                self.has_put_back = handle.keeping.make_way(directory, tag, handle.step)
                 begin_tag(directory, tag)
         from_first(None)  # nobody writes before
 

@@ -162,6 +162,7 @@ class Attempts:
         assert buffers.kept is not None
         if attempt.is_finite():
             channel = self._state.channels[attempt.what.fragment]
+            channel.read_ahead()
             with turn_inside(channel.gate, self._state.resources.turn):
                 channel.encode(buffers.wire, attempt.launch)
             attempt.square = square_of(buffers.wire)  # there, not where the masters are

@@ -36,9 +36,9 @@ class FragmentChannel:
     while something is coded, or hashed.
 
     The `gate` is held while it is opened anew, looked at for a checkpoint, or coded at a launch;
-    each fragment has its own. With two cores or more none waits so for another's state on a disk;
-    with one all do, as a launch reads it inside its turn. Residuals in bf16 or int8 that decay
-    share one work space, and wait for each other with any number.
+    each fragment has its own. What is on a disk is read before either is taken (`read_ahead`), so
+    that nobody waits for another's disk. Residuals in bf16 or int8 that decay share one work space,
+    and wait for each other.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class FragmentChannel:
         self.seat = seat
         opening, open = self._opening(), self._compressor.open
         self._of_state = opening.state  # counted as long as it is here
+        self._read_ahead = opening.read_ahead
         takes_it = "opening" in signature(open).parameters
         also = (opening,) if takes_it else ()
         self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)
@@ -156,6 +157,13 @@ class FragmentChannel:
             )
         return self._committed(sent, is_finite, launch, parity, sideband, measure, lay_out)
 
+    def read_ahead(self, *more: Tensor) -> None:
+        """Return once the codec's state, and `more`, is in memory: for who is about to code.
+
+        Whoever calls it holds neither the gate nor a turn, as it may wait for a disk.
+        """
+        self._read_ahead([*self.codec.slots.values(), *more])
+
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode a launch before its exchange; `x`, in place, becomes this cluster's share.
 
@@ -188,6 +196,7 @@ class FragmentChannel:
         `x` holds the same, and is used up.
         """
         if self.codec.slots:
+            self.read_ahead()
             with self._turn():
                 self.codec.recode(x, launch)
             self._settle(sent, launch)
@@ -214,6 +223,7 @@ class FragmentChannel:
 
     def _settle(self, sent: Tensor, launch: Launch) -> None:
         if self.before.settled:
+            self.read_ahead(sent)
             with turn_inside(self.before.gate, self._turn):
                 self.codec.settle(sent, launch)
                 self.before.settled_by(launch.round)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:  # what only looks at a folder is started without torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+_READ_AT_A_TIME = 1 << 26  # so that torch looks at the pages of a piece with one thread
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -70,6 +73,20 @@ class MappedMemory:
                 f"({os.strerror(error.errno)}); `dsx memory` tells what each rank takes there: "
                 "free as much, name another folder, or use a cluster of more ranks"
             ) from error
+
+
+def read_ahead(tensors: Iterable[Tensor]) -> None:
+    """Return once what they hold is in memory; who then works with it waits for no disk.
+
+    Where memory is short, the system may have taken it away again by then.
+    """
+    import torch
+
+    for tensor in tensors:
+        for piece in tensor.reshape(-1).view(torch.uint8).split(_READ_AT_A_TIME):
+            if piece.numel():
+                piece[:: mmap.PAGESIZE].amax()  # one byte of each page, and the last one's, too
+                piece[-1].item()
 
 
 def _file_system(folder: Path) -> str:

@@ -13,7 +13,7 @@ and the ranks that send take it along.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -91,6 +91,17 @@ class NoticeCarrier:
         """Return what has been agreed on since the last call, in an order that all share."""
         agreed, self._agreed = self._agreed, []
         return agreed
+
+    def drop(self, is_stale: Callable[[Notice], bool]) -> None:
+        """Tell nothing more of what is stale, by whichever rank: it takes effect nowhere.
+
+        On all ranks of all clusters, where a checkpoint has been loaded and nothing launched since.
+        """
+        for notice in [*self._unsaid]:
+            if is_stale(notice):
+                self._unsaid.remove(notice)  # one by one: a signal handler may append meanwhile
+        self._said = {notice: None for notice in self._said if not is_stale(notice)}
+        self._agreed = [notice for notice in self._agreed if not is_stale(notice)]
 
     def begin_anew(self) -> None:
         """Say again what was under way: a checkpoint has been loaded, whose transfers tell none."""

@@ -28,7 +28,7 @@ from dsx.method.method import Method
 from dsx.method.outer_optimizer import slot_dtypes
 from dsx.outer.arenas import Arenas, TransferBuffers
 from dsx.outer.channel import FragmentChannel
-from dsx.outer.mapped import MappedMemory
+from dsx.outer.mapped import MappedMemory, read_ahead
 from dsx.outer.passing_on import passes_on
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.resources import Resources
@@ -123,7 +123,8 @@ class StateStore:
         state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
         work, turns = self._shared_work, self._turns
         at_launch, side = self._at_launch, self.resources.side
-        return Opening(buffers, state, work, turns, at_launch, encoding, before, side)
+        more = (read_ahead,) if self.is_on_disk else ()
+        return Opening(buffers, state, work, turns, at_launch, encoding, before, side, *more)
 
     def _new_buffers(
         self,

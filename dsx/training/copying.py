@@ -111,8 +111,7 @@ class Copying:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._ends = threading.Event()  # the engine completes nothing any more
+        self._is_closed, self._ends = False, threading.Event()  # the latter as the engine ends
 
     def take_places(self, lies: Lies) -> None:
         """Take where checkpoints lie on the disk, before the first is saved."""
@@ -232,9 +231,8 @@ class Copying:
         base, cluster, _ = self._lies(path)
         if not cluster.startswith("cluster_"):
             return False
-        if self._base is None:
-            self._base = base
-        elif base != self._base:
+        self._base = self._base or base
+        if base != self._base:
             logger.warning(
                 "%s is not copied: %s has those of %s, and tags of two directories might have one "
                 "name", path, self._remote.url, self._base,
@@ -263,10 +261,10 @@ class Copying:
         if self._is_closed:
             return
         began, num_bytes, why = time.monotonic(), 0, ""
-        url = self._remote.place_of(copy.path)
         try:
             self._wait_for_own_part(copy)
             total = self._remote.num_bytes(copy.path)
+            url = self._remote.place_of(copy.path)
             progress = Progress(f"copying to {url}", total, True, is_waited_for=False)
             num_bytes = self._remote.copy(copy.path, partial(self._pace, progress))
         except (Changed, FileNotFoundError) as error:
@@ -283,6 +281,8 @@ class Copying:
                 raise Changed(f"{copy.path} was deleted meanwhile")
             if self._ends.wait(_LOOK_SECONDS) and not self._remote.is_complete_here(copy.path):
                 raise OSError(f"the engine has not completed its own part of {copy.path}")
+        if read_manifest(copy.path / MANIFEST).get("step") != copy.step:  # as others copy that
+            raise Changed(f"{copy.path} was written again before")
 
     def _pace(self, progress: Progress, num_bytes: int) -> None:
         if self._is_closed:

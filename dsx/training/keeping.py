@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.checksums import MANIFEST, REPLACED, read_manifest
+from dsx.checkpoint.checksums import HELD, MANIFEST, REPLACED, name_of, read_manifest
 from dsx.checkpoint.keep import counts, remove_tag, superfluous
 from dsx.checkpoint.places import Lies, by_cluster
-from dsx.checkpoint.tags import complete_tags, put_back
+from dsx.checkpoint.tags import complete_tags
+from dsx.checkpoint.written_again import hold_back, put_back, versions
 from dsx.training.copying import Copying
 from dsx.training.notices import Notices
 from dsx.training.whole import Whole
@@ -73,6 +74,8 @@ class Keeping:
         self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
         self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
         self._common: dict[Path, dict[str, int]] = {}  # what all have: steps by folder and tag
+        self._tried: dict[Path, set[int]] = {}  # saves that were begun: steps by folder
+        self._again: set[Path] = set()  # folders that are written again, and again
         self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
 
@@ -115,7 +118,7 @@ class Keeping:
     def hold(self, path: Path, step: int) -> None:
         """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
         is_nobodys = self._keep is None and self._copying is None and not self.is_of_library
-        if is_nobodys or not self._is_first:
+        if (is_nobodys and path.resolve() not in self._again) or not self._is_first:
             return
         if self._waiting is not None:
             self._waiting.append((path, step))
@@ -124,6 +127,8 @@ class Keeping:
         if manifest.is_file() and counts(read_manifest(manifest)):
             key = self.lies(path).tag, step
             self._paths[key], self._numbers[key] = path, self._begun
+            if self._whole is not None:
+                self._again.add(path.resolve())  # from the next save there on
             if self._copying is not None:
                 self._copying.saved(path, step)
             self._notices.post(_KIND, {"tag": key[0], "step": step})
@@ -150,28 +155,41 @@ class Keeping:
 
     def loaded(self, path: Path, step: int) -> None:
         """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
-        # later steps are saved anew, here and elsewhere: what was of them makes nothing superfluous
+        # later steps are saved anew, here and elsewhere: what was of them makes none superfluous,
+        # and what is still to be told of them is not of what has its name by then
+        self._notices.take_back(_KIND, lambda told: told["step"] > step)
         self._having = {key: held for key, held in self._having.items() if key[1] <= step}
         for directory, common in self._common.items():
             self._common[directory] = {tag: of for tag, of in common.items() if of <= step}
         if self._copying is not None:
             self._copying.loaded(step)
-        common, tag = self._common_in(path.parent), path.name.removesuffix(REPLACED)
-        for name in (tag, f"{tag}{REPLACED}"):
+        common, tag = self._common_in(path.parent), name_of(path.name)
+        for name in (tag, f"{tag}{REPLACED}", f"{tag}{HELD}"):
             common.pop(name, None)
+        self._tried = {of: {at for at in tried if at <= step} for of, tried in self._tried.items()}
         common[path.name] = step
 
-    def put_back(self, directory: Path, tag: str) -> bool:
-        """Let what all clusters have loaded as `<tag>.replaced` be `tag`, before that is written.
+    def make_way(self, directory: Path, tag: str, step: int) -> bool:
+        """Let what all clusters hold of a tag stay, which is about to be written, of this step.
 
-        Else the next save would delete it, and leave what other clusters may not have. Return
-        whether it was so. On the first rank; OSError.
+        What all have loaded as `<tag>.replaced` is `tag` again. Else this save, or the next, would
+        delete it, and leave what other clusters may not have. Return whether it was so. On the
+        first rank; OSError.
         """
-        common = self._common_in(directory)
-        if f"{tag}{REPLACED}" not in common:
-            return False
-        del common[f"{tag}{REPLACED}"]
-        return put_back(directory, tag)
+        common, was_put_back = self._common_in(directory), False
+        for held in (f"{tag}{REPLACED}", f"{tag}{HELD}"):
+            if held in common:
+                of = common.pop(held)
+                was_put_back = put_back(directory, tag, held)
+                if was_put_back:
+                    common[tag] = of
+        path = directory / tag if self._whole is None else directory  # a part is told with others
+        self._tried.setdefault(path.resolve(), set()).add(step)
+        if self._whole is None and (directory / tag).is_dir():
+            self._again.add(path.resolve())
+        if path.resolve() in self._again and len(versions(directory, tag)) > 1:
+            hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))
+        return was_put_back
 
     def marked(self, path: Path) -> None:
         """Take that a checkpoint is none to go on from any more: its manifest says so."""
@@ -184,7 +202,8 @@ class Keeping:
             key = (notice.payload["tag"], notice.payload["step"])
             self._having.setdefault(key, set()).add(notice.cluster)
             path = self._paths.get(key)
-            if path is not None and self._having[key] >= {*self._members()}:
+            is_common = path is not None and self._having[key] >= {*self._members()}
+            if path is not None and is_common and self._is_held(path, key[1]):
                 common = self._common_in(path.parent)
                 common[key[0]] = key[1]
                 if self._keep is not None:
@@ -194,6 +213,14 @@ class Keeping:
                 self._delete_put_off(self._numbers[key])
         if self._copying is not None:
             self._copying.pass_boundary()
+
+    def _is_held(self, path: Path, step: int) -> bool:
+        """Whether all clusters hold what they have told of: none has begun two saves there since.
+
+        All tell the same at one boundary, and save at the same steps, also where a save fails.
+        """
+        later = [at for at in self._tried.get(path.resolve(), ()) if at > step]
+        return len(later) <= 1
 
     def close(self) -> None:
         """Return once what was begun is deleted, or after a minute, and the last one is copied."""

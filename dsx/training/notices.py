@@ -18,14 +18,15 @@ launch and its due application (n = d = 0 for a blocking method):
 - at most H + d + n H steps after it was posted; H more where a cluster has parts that apply on
   their own, and H + d + n H more if it was posted by a rank that owns nothing of what is sent;
 - notices that take effect at one step come in the same order everywhere (by cluster, rank, number);
-- one that was under way when a checkpoint was loaded travels again, from the step loaded on; it
-  is not saved.
+- one that was under way when a checkpoint was loaded travels again, from the step loaded on, but
+  for what is taken back then, on all ranks of all clusters; it is not saved.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -82,6 +83,19 @@ class Notices:
         """Tell all ranks of all clusters; returns at once. ValueError above 4 kB of JSON."""
         number = next(self._numbers)
         self._carrier.post(Notice(*self._place, number, kind, json.dumps(payload)))
+
+    def take_back(self, kind: str, is_stale: Callable[[Any], bool]) -> None:
+        """Let no notice of a kind take effect whose payload is stale, whoever has posted it.
+
+        Behind a load of a checkpoint, on all ranks of all clusters, which say so of the same.
+        """
+
+        def is_taken_back(notice: Notice) -> bool:
+            return notice.kind == kind and is_stale(notice.payload)
+
+        self._carrier.drop(is_taken_back)
+        self._of_part = [notice for notice in self._of_part if not is_taken_back(notice)]
+        self._due[kind] = [due for due in self._due.get(kind, []) if not is_stale(due.payload)]
 
     def pass_boundary(self, step: int) -> None:
         """Let what has been agreed on take effect; at every boundary, once all is applied."""

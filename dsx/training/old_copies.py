@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from dsx.checkpoint.checksums import REPLACED
+from dsx.checkpoint.checksums import name_of
 from dsx.checkpoint.keep import superfluous
 from dsx.checkpoint.remote import Remote
 
@@ -42,7 +42,7 @@ class OldCopies:
             there = self._remote.tags(self._cluster)
             old = superfluous(there, common, self._keep) if self._keep is not None else []
             for tag in there:
-                if tag in old or tag.removesuffix(REPLACED) in gone:
+                if tag in old or name_of(tag) in gone:
                     self._remote.remove(self._cluster, tag)
                     place = self._remote.place(self._cluster, tag)
                     why = f"checkpoints.keep={self._keep}" if tag in old else "as it is on the disk"

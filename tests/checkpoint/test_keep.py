@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Board:
     def __init__(self) -> None:
         self.posted: list[Due] = []
         self.seen: dict[int, int] = {}
+        self.taken_back: list[Due] = []
 
     def of(self, cluster: int) -> Any:
         board = self
@@ -107,7 +109,13 @@ class Board:
             def due(self, kind: str) -> list[Due]:
                 first = board.seen.get(cluster, 0)
                 board.seen[cluster] = len(board.posted)
-                return board.posted[first:]
+                return [due for due in board.posted[first:] if due not in board.taken_back]
+
+            def take_back(self, kind: str, is_stale: Callable[[Any], bool]) -> None:
+                # a cluster takes back what it has posted itself, as the others do theirs
+                board.taken_back += [
+                    due for due in board.posted if due.cluster == cluster and is_stale(due.payload)
+                ]
 
         return Own()
 

@@ -19,7 +19,7 @@ from dsx.core.buffers import Buffers
 from dsx.engines import simulated
 from dsx.outer import mapped
 from dsx.outer.loop import OuterLoop
-from dsx.outer.mapped import MappedMemory
+from dsx.outer.mapped import MappedMemory, read_ahead
 from dsx.outer.memory import predict
 from dsx.outer.resources import Resources
 from tests.outer.test_memory import Net, sgd
@@ -72,6 +72,25 @@ def test_memory_of_a_file_is_zero_and_goes_with_its_last_tensor(tmp_path: Path) 
     gc.collect()
     assert not [*mappings_in(tmp_path)]
     assert MappedMemory(tmp_path)(0).numel() == 0 and not [*mappings_in(tmp_path)]
+
+
+def kilobytes_of(folder: Path) -> int:
+    """What of the mappings of a folder's files this process has in its tables."""
+    is_of_folder, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if "-" in fields[0]:
+            is_of_folder = len(fields) == 6 and fields[5].startswith(f"{folder}/")
+        elif is_of_folder and fields[0] == "Rss:":
+            found += int(fields[1])
+    return found
+
+
+def test_what_is_read_ahead_is_in_memory(tmp_path: Path) -> None:
+    x = Buffers(pages=MappedMemory(tmp_path)).zeros(257, 4099)
+    assert kilobytes_of(tmp_path) < 1024
+    read_ahead([x, torch.zeros(0), torch.zeros(())])
+    assert kilobytes_of(tmp_path) >= x.nbytes // 1024
 
 
 def test_a_disk_without_room_refuses_at_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,15 @@ class Clusters:
             def due(self, kind: str) -> list[Due]:
                 return outer.due[cluster].pop(kind, [])
 
+            def take_back(self, kind: str, is_stale: Callable[[Any], bool]) -> None:
+                outer.posted = [
+                    due
+                    for due in outer.posted
+                    if not (due.kind == kind and due.cluster == cluster and is_stale(due.payload))
+                ]
+                held = outer.due[cluster]
+                held[kind] = [due for due in held.get(kind, []) if not is_stale(due.payload)]
+
         return Own()
 
     def _teller(self, cluster: int) -> Any:
@@ -112,7 +121,7 @@ class Clusters:
     def save(self, step: int, **told: Any) -> None:
         for m, keeping in enumerate(self.all):
             write(self.base, m, step, **told)
-            keeping.saved(self.base / f"cluster_{m}" / f"step{step}", step)
+            keeping.saved(self.base / f"cluster_{m}" / told.get("tag", f"step{step}"), step)
 
     def pass_boundary(self) -> None:
         for due in self.due:
@@ -142,6 +151,20 @@ class Clusters:
 def allow(*clusters: int) -> None:
     for cluster in clusters:
         Guarded.may[cluster].set()
+
+
+def test_what_was_written_again_before_its_copy_began_is_not_copied(tmp_path: Path) -> None:
+    """Cluster 0 holds step 12 under that name by then, and cluster 1 step 8."""
+    clusters = Clusters(tmp_path)
+    clusters.save(4)
+    clusters.pass_boundary()  # whose copies wait
+    clusters.save(8, tag="last")
+    clusters.pass_boundary()
+    write(tmp_path, 0, 12, tag="last")
+    allow(0, 1)
+    clusters.pass_until(("copied", 0, 4), ("copied", 1, 4), ("copied", 1, 8))
+    assert "last" not in clusters.there[0]
+    clusters.close()
 
 
 def test_all_copy_the_same_and_the_newest_where_a_line_is_slow(tmp_path: Path) -> None:

@@ -205,15 +205,15 @@ def test_a_run_killed_twice_in_saves_of_one_name_has_what_all_have_loaded(
     assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
     if is_loaded:
         keeping.loaded(own / "last.replaced", 4)
-    keeping.put_back(own, "last")  # as each save begins
+    keeping.make_way(own, "last", 8)  # as each save begins
     steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
-    assert steps == ({"last": 4} if is_loaded else {"last": 8, "last.replaced": 4})
+    assert steps == ({"last": 4} if is_loaded else {"last": 8, "last.held.replaced": 4})
     write(tmp_path, 0, 8, tag="last")
     if is_loaded:
         assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
         write(tmp_path, 1, 8, tag="last")
         assert chosen(tmp_path, "last") == [(0, "last"), (1, "last")]
-        keeping.put_back(own, "last")
+        keeping.make_way(own, "last", 12)
         assert complete_tags(own)["last"]["step"] == 8
 
 
@@ -262,7 +262,7 @@ def test_what_is_put_back_is_what_all_clusters_have_loaded_last(what: str, tmp_p
     clusters.pass_boundary()
     if what == "loaded again":
         keeping.loaded(own / "last", 8)
-    keeping.put_back(own, "last")
+    keeping.make_way(own, "last", 12 if what == "loaded again" else 6)
     steps = {tag: told["step"] for tag, told in complete_tags(own).items()}
     assert steps == ({"last": 8, "last.replaced": 4} if what == "loaded again" else {"last": 4})
     if what != "loaded again":
@@ -282,7 +282,7 @@ def test_what_was_loaded_is_put_back_where_one_folder_has_two_names(
     (tmp_path / "link").symlink_to("cluster_0")
     clusters = Clusters(tmp_path)
     clusters.all[0].loaded(Path(loaded.format(tmp_path)) / "last.replaced", 4)
-    clusters.all[0].put_back(Path("cluster_0"), "last")
+    clusters.all[0].make_way(Path("cluster_0"), "last", 8)
     write(tmp_path, 0, 8, tag="last")
     assert chosen(tmp_path, "last") == [(0, "last.replaced"), (1, "last")]
     clusters.close()

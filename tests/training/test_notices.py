@@ -6,6 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.notices import Notice, NoticeCarrier
 from dsx.outer.transfer import Transfer
 from dsx.training.early_stop import StopAgreement
+from dsx.training.keeping import Keeping
 from dsx.training.notices import Due, Notices
+from tests.checkpoint.test_keep import steps
+from tests.checkpoint.test_tags import write
 from tests.levels import by_default
 from tests.tiny import CASES, TinyNet, mean_loss
 
@@ -124,13 +128,71 @@ def test_what_was_under_way_at_a_load_is_said_again() -> None:
     before = part.train(1, 9, {9: [(1, "word")]})  # launched at 9, due at 11
     assert before == [[], []]
     assert any(getattr(t, "launched", 0) == 9 for t in part.loops[0].in_flight)
+    load(part)
+    first, second = part.train(10, 40, {})
+    assert first == second and [due.payload["text"] for due in first] == ["word"]
+
+
+def load(part: Part) -> None:
+    """Go on as behind a checkpoint of this very step, with nothing under way."""
     for loop in part.loops:
         for transfer in loop.in_flight:
             if isinstance(transfer, Transfer):
                 transfer.buffers.is_free = True
         loop.restore(replace(loop.history), loop._nothing_yet())
+
+
+def test_what_is_taken_back_at_a_load_takes_effect_nowhere() -> None:
+    part = Part("streaming_diloco", 2, Stage(), [None, None])
+    part.train(1, 9, {9: [(1, "of before"), (0, "another's")]})
+    load(part)
+    for notices in part.notices:
+        notices.post("word", {"text": "of before"})  # not launched yet
+        notices.take_back("word", lambda told: told["text"] == "of before")
     first, second = part.train(10, 40, {})
-    assert first == second and [due.payload["text"] for due in first] == ["word"]
+    assert first == second and [due.payload["text"] for due in first] == ["another's"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_told_before_a_load_does_not_count_for_what_is_saved_again(
+    keep: int, tmp_path: Path
+) -> None:
+    """Cluster 1's word of its step 9 is under way as all load step 4, and save step 9 again."""
+    part = Part("streaming_diloco", 2, Stage(), [None, None])
+    clusters = [Keeping(one, lambda: (0, 1), True, keep, lambda _: None) for one in part.notices]
+
+    def save(cluster: int, step: int) -> None:
+        write(tmp_path, cluster, step)
+        clusters[cluster].saved(tmp_path / f"cluster_{cluster}" / f"step{step}", step)
+
+    def held() -> list[list[int]]:
+        for keeping in clusters:
+            keeping.close()
+        return [steps(tmp_path / f"cluster_{m}") for m in range(2)]
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            part.train(step, step, {})
+            for keeping in clusters:
+                keeping.pass_boundary()
+
+    for cluster in range(2):
+        for step in (2, 4)[-keep:]:
+            write(tmp_path, cluster, step)
+    train(1, 8)
+    save(1, 9)
+    train(9, 9)  # said, and due at 11
+    load(part)
+    for m, keeping in enumerate(clusters):
+        for step in (2, 4)[-keep:]:
+            keeping.loaded(tmp_path / f"cluster_{m}" / f"step{step}", step)
+    save(0, 9)
+    before = held()
+    train(10, 24)
+    assert held() == before
+    save(1, 9)
+    train(25, 40)
+    assert held() == [[4, 9][-keep:]] * 2
 
 
 class Ranks(OneRank):
@@ -159,6 +221,12 @@ def test_a_rank_that_sends_nothing_is_heard_through_the_others() -> None:
     told = [carrier.take_agreed() for carrier in ranks.carriers]
     assert told[0] == told[1] and told[0][0].payload == "hear me"
     assert silent.to_say() == b""  # it is known by now
+    silent.post(Notice(0, 1, 1, "word", '"of before"'))
+    for carrier in ranks.carriers:
+        carrier.agree()
+    for carrier in ranks.carriers:  # each rank, whoever was to take it along
+        carrier.drop(lambda notice: notice.payload == "of before")
+    assert sender.to_say() == silent.to_say() == b""
 
 
 def test_a_notice_is_short() -> None:

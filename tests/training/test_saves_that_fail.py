@@ -97,9 +97,9 @@ def test_what_a_script_may_not_write_is_told_and_another_error_is_its_own(
         assert given in ((), (False,))  # a run that is finished waits for its saves
 
     beside = SimpleNamespace(wait=nothing, open=nothing, drop=nothing)
-    keeping = SimpleNamespace(put_back=lambda directory, tag: False)
+    keeping = SimpleNamespace(make_way=lambda directory, tag, step: False)
     handle: Any = SimpleNamespace(
-        not_saved=hear, beside=beside, is_finished=True, preemption=None, keeping=keeping
+        not_saved=hear, beside=beside, is_finished=True, preemption=None, keeping=keeping, step=1
     )
 
     def save(error: Exception) -> None:

@@ -192,12 +192,14 @@ def _replace_weights(model: SavedModel, target: Path) -> None:
         if not path.is_file():
             raise ValueError(f"DeepSpeed's converter has written no {path}; use another format")
         held, average = read_pickle(path), model.tensor(name)
-        if held["param"].numel() != average.numel():
+        is_bare = isinstance(held, torch.Tensor)  # of ZeRO-3
+        before: torch.Tensor = held if is_bare else held["param"]
+        if before.numel() != average.numel():
             raise ValueError(
-                f"{path} has {held['param'].numel()} elements, the averaged parameter "
-                f"{average.numel()}"
+                f"{path} has {before.numel()} elements, the averaged parameter {average.numel()}"
             )
-        torch.save({**held, "param": average.view(held["param"].shape)}, path)
+        after = average.view(before.shape)
+        torch.save(after if is_bare else {**held, "param": after}, path)
     whole = target / WHOLE
     if whole.is_file():
         state = read_pickle(whole)

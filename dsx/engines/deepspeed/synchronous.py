@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from dsx.checkpoint.checksums import MANIFEST, REPLACED
+from dsx.checkpoint.checksums import MANIFEST, name_of
 from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World
 from dsx.engines.cluster_collectives import from_first, gather_objects
@@ -76,7 +76,7 @@ def plain_beside(base: str | Path) -> str:
 def _look(base: Path, wanted: str | None, cluster: int) -> tuple[bool, str, bool]:
     """Return whether dsx's own are there, the tag of a plain one or "", and if dsx wrote that."""
     held = [tag for m in {0, cluster} for tag in complete_tags(cluster_directory(base, m))]
-    names = {name.removesuffix(REPLACED) for name in held}
+    names = {name_of(name) for name in held}
     holds_own = bool(names) if wanted is None else str(wanted) in names
     tag = str(wanted) if wanted is not None else _latest(base)
     tag = tag.removesuffix(UNIVERSAL)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.checksums import DAMAGED, REPLACED
-from dsx.checkpoint.tags import cluster_directory, complete_tags, put_back
+from dsx.checkpoint.checksums import DAMAGED, HELD, REPLACED, name_of
+from dsx.checkpoint.tags import cluster_directory, complete_tags
+from dsx.checkpoint.written_again import put_back
 from dsx.comm.world import World
 from dsx.training.handle import Handle
 
@@ -33,7 +34,9 @@ def whole_states(tags: Tags, num_engines: int) -> list[State]:
     """Return the states of which a folder has all parts, the newest first."""
     of_parts: list[dict[tuple[int, str], str]] = []
     for part in _parts(num_engines):
-        held = [(tag, tags[tag]) for tag in (f"{part}{REPLACED}", part) if tag in tags]
+        held = [
+            (tag, tags[tag]) for tag in (f"{part}{HELD}", f"{part}{REPLACED}", part) if tag in tags
+        ]
         of_parts.append({(m["step"], m.get("session", "")): tag for tag, m in held if "step" in m})
     common = {*of_parts[0]}.intersection(*of_parts[1:])
     newest = sorted(common, key=lambda key: (key[0], of_parts[0][key] == TAG), reverse=True)
@@ -82,7 +85,7 @@ def put_back_whole(folder: Path, world: World, num_engines: int) -> None:
         for tag in tags:
             if tag.endswith(REPLACED):
                 directory = cluster_directory(folder, world.cluster_id)
-                put_back(directory, tag.removesuffix(REPLACED))
+                put_back(directory, name_of(tag), tag)
 
 
 def _parts(num_engines: int) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsx.checkpoint.checksums import REPLACED
+from dsx.checkpoint.checksums import name_of
 from dsx.checkpoint.remote import open_remote
 from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World
@@ -133,7 +133,7 @@ def bring(
     except FileNotFoundError:
         return  # what there is otherwise is looked at next
     folder = cluster_directory(base, source) / found
-    plain = folder.with_name(found.removesuffix(REPLACED))
+    plain = folder.with_name(name_of(found))
     if world.rank == 0:
         if folder != plain and not plain.exists():
             folder.rename(plain)
