@@ -102,15 +102,19 @@ class MatrixGather:
             _unpack(buffer, [(m.wire_offset, m.numel) for m in moves], out)
 
     def from_wire(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
-        """Write what came over the wire to `out` `[numel]`, as the masters lie."""
+        """Write what came over the wire to `out` `[numel]`, as the masters lie.
+
+        Without waiting for an accelerator: who writes to `mean` next waits for these copies.
+        """
         if not self.is_needed:
-            out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
+            out.copy_(mean, non_blocking=True)
             return
         for moves, buffer in zip(self._here, self._received, strict=True):
             _pack(mean, [(m.wire_offset, m.numel) for m in moves], buffer)
         all_to_all(self._received, self._sent)
         for offset, wire_offset, numel in self._kept:
-            out[offset : offset + numel].copy_(mean[wire_offset : wire_offset + numel])
+            own = mean[wire_offset : wire_offset + numel]
+            out[offset : offset + numel].copy_(own, non_blocking=True)
         for moves, buffer in zip(self._away, self._sent, strict=True):
             _unpack(buffer, [(m.home_offset, m.numel) for m in moves], out)
 
@@ -271,7 +275,7 @@ def _moves(
 def _pack(x: Tensor, ranges: Sequence[tuple[int, int]], buffer: Tensor) -> None:
     end = 0
     for offset, numel in ranges:
-        buffer[end : end + numel].copy_(x[offset : offset + numel])
+        buffer[end : end + numel].copy_(x[offset : offset + numel], non_blocking=True)
         end += numel
 
 
