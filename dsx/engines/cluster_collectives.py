@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.comm.world import current_world
+from dsx.core.on_device import on_device
 from dsx.core.transport import PeerLost
 from dsx.core.types import Fragment
 from dsx.core.waits import waiting_for
@@ -172,7 +173,8 @@ def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
     values.record_stream(stream)
 
     def wait() -> Tensor:
-        with waiting_for("the ranks of this stage (largest values)", None):
+        what = "the ranks of this stage (largest values)"
+        with waiting_for(what, None), on_device(values.device):
             arrived.synchronize()
         return answer
 

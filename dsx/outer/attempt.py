@@ -24,6 +24,7 @@ from torch import Tensor
 from dsx.compress.base import Launch
 from dsx.core.cores import turn_inside
 from dsx.core.exchange import Exchange
+from dsx.core.on_device import on_device
 from dsx.core.recorder import Recorder
 from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import SyncParams
@@ -170,7 +171,7 @@ class Attempts:
             buffers.kept.copy_(buffers.wire)
             return
         # all that was given to the device before the launch is done: the contribution has come
-        with torch.cuda.stream(self._stream):
+        with on_device(self._state.device), torch.cuda.stream(self._stream):
             buffers.kept.copy_(buffers.wire, non_blocking=True)
         self._stream.synchronize()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
+from dsx.core.on_device import on_device
 from dsx.core.waits import waiting_for
 from dsx.method.method import Method
 from dsx.outer.arenas import TransferBuffers
@@ -36,8 +37,10 @@ class HostCopy:
         copied: torch.cuda.Event | None,
         agreed: Callable[[], Tensor] | None,
         anchor: int | Tensor,
+        device: torch.device,
     ) -> None:
         self.anchor = anchor
+        self._device = device
         self.norm = torch.zeros(())
         self._buffers = buffers
         self._copied = copied
@@ -57,7 +60,8 @@ class HostCopy:
 
     def _look(self) -> bool:
         if self._copied is not None:
-            with waiting_for("the copy of a contribution to the host", None):
+            what = "the copy of a contribution to the host"
+            with waiting_for(what, None), on_device(self._device):
                 self._copied.synchronize()
         self.norm.copy_(torch.linalg.vector_norm(self._buffers.sent))
         if self._agreed is not None:
@@ -111,7 +115,7 @@ class HostCopies:
             if contribution is not buffers.sent:
                 gather.to_wire(contribution, buffers.sent, all_to_all)
             buffers.posted.averages.copy_(sideband)
-            return HostCopy(buffers, None, agreed, anchor)
+            return HostCopy(buffers, None, agreed, anchor, self._device)
         if gather.is_needed:
             staged = torch.empty(buffers.sent.numel(), device=self._device)
             gather.to_wire(contribution, staged, all_to_all)
@@ -122,7 +126,7 @@ class HostCopies:
             there = torch.empty((), dtype=anchor.dtype, pin_memory=True)
             moved.append((anchor, there))
             anchor = there
-        return HostCopy(buffers, self._copy(moved), agreed, anchor)
+        return HostCopy(buffers, self._copy(moved), agreed, anchor, self._device)
 
     def _copy(self, moved: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
         """Start copies to the host behind what the compute stream has been given so far."""

@@ -171,11 +171,13 @@ class OuterStep:
         anchor = part.of(self._state.anchor[fragment])
         mean = self._method.delay.gradient(mean, anchor, part.of_each(slots.delay))
         staleness, scratch = self._method.staleness, self._work(part, "work")
-        sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
+        # used up, and another cluster may lack it; copied as the mean is: who writes there next has
+        # waited for that
+        sideband = transfer.buffers.sideband.averages
         if staleness.is_elementwise:
-            sideband = self._state.scratch("local", sideband.numel()).copy_(sideband)
+            there = self._state.scratch("local", sideband.numel())
+            sideband = there.copy_(sideband, non_blocking=True)
         elif sideband.numel():
-            # as the mean: who writes the buffer next has waited for this copy
             sideband = sideband.to(mean.device, non_blocking=True, copy=True)
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch

@@ -137,7 +137,7 @@ class _Streams:
         for place, of_rank in zip(places, self._parts(number), strict=True):
             end = 0
             for offset, numel in of_rank:
-                place[end : end + numel].copy_(x[offset : offset + numel])
+                place[end : end + numel].copy_(x[offset : offset + numel], non_blocking=True)
                 end += numel
         return places
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
+from dsx.core.on_device import on_device
 from dsx.core.transport import Submission
 from dsx.core.types import History, SyncParams
 from dsx.outer.attempt import Attempt
@@ -57,7 +58,7 @@ def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Callable[[],
         stream.wait_stream(torch.cuda.current_stream(device))
 
     def copy() -> Parcel:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with on_device(device), nullcontext() if stream is None else torch.cuda.stream(stream):
             on_host = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in shared.items()}
         return Parcel(values, on_host)
 

@@ -74,12 +74,16 @@ class MatrixGather:
         self._moves.to_owners(x, out, all_to_all)
 
     def from_wire(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
-        """Write what came over the wire to `out` `[numel]`, as the masters lie."""
+        """Write what came over the wire to `out` `[numel]`, as the masters lie.
+
+        Without waiting for an accelerator: who writes to `mean` next waits for these copies.
+        """
         if not self.is_needed:
-            out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
+            out.copy_(mean, non_blocking=True)
             return
         for offset, wire_offset, numel in self._kept:
-            out[offset : offset + numel].copy_(mean[wire_offset : wire_offset + numel])
+            own = mean[wire_offset : wire_offset + numel]
+            out[offset : offset + numel].copy_(own, non_blocking=True)
         self._moves.to_homes(mean, out, all_to_all)
 
 
