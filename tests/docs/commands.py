@@ -31,6 +31,11 @@ CI = {  # more than some seconds: `pytest -m ci`
     "from transformers import AutoModelForCausalLM",
 }
 
+SHORTER = {  # what `-m ci` takes instead of what is printed, and `-m slow` does not
+    "OMP_NUM_THREADS=1 dsx bench codec": ("--repeats 40", "--repeats 2"),
+    "dsx bench pseudo-gradients": ("--out", "--rounds 1 --out"),
+}
+
 SLOW = {  # whole trainings: `pytest -m slow`
     "bash scripts/quickstart.sh",
     "dsx quickstart --steps",
@@ -192,6 +197,15 @@ AFTER = {  # pages whose commands need what another page's have made
 def listed(command: str, names: object) -> bool:
     """Whether a command begins as one of the names."""
     return any(command.startswith(name) for name in names)  # type: ignore[attr-defined]
+
+
+def shortened(command: str) -> str:
+    """Return a command as `-m ci` runs it."""
+    for name, (printed, taken) in SHORTER.items():
+        if command.startswith(name):
+            assert printed in command, f"SHORTER: no {printed} in {command}"
+            return command.replace(printed, taken)
+    return command
 
 
 def level(command: str) -> str | None:
