@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsx.checkpoint.checksums import earlier_tags, of_text
+from dsx.checkpoint.exact_reads import TensorFile
 from dsx.compress.error_feedback import read_part
 from dsx.compress.owners import CODES, SCALES
 from dsx.config.renames import stored_axes
@@ -65,14 +65,14 @@ class SavedRank:
                 f"no outer state at {path}: the checkpoint was written without dsx, or not whole"
             )
         try:
-            self._file: Any = safe_open(str(path), framework="pt")
-            told: dict[str, str] = self._file.metadata() or {}
+            self._file = TensorFile(path)
+            told = self._file.metadata
             text = told.get("dsx", "{}")
             if told.get(META_CHECKSUM, of_text(text)) != of_text(text):
                 raise ValueError("its checksum is another")
             self.meta: dict[str, Any] = json.loads(text)
-            self._names = {name: name for name in self._file.keys()}  # noqa: SIM118 - no mapping
-        except (SafetensorError, ValueError) as error:
+            self._names = {name: name for name in self._file.names}
+        except ValueError as error:
             raise ValueError(
                 f"{path} cannot be read: {error}; {earlier_tags(path.parent)}"
             ) from error
@@ -98,13 +98,11 @@ class SavedRank:
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         """Return a tensor, or the elements start..stop of a vector, from disk."""
-        if start is None:
-            return self._file.get_tensor(self._names[name])
-        return self._file.get_slice(self._names[name])[start:stop]
+        return self._file.read(self._names[name], start, stop)
 
     def numel(self, name: str) -> int:
         """Return how many elements a vector has, which is not read."""
-        return self._file.get_slice(self._names[name]).get_shape()[0]
+        return self._file.shape(self._names[name])[0]
 
     def _translate(self, path: Path) -> None:
         """Give what dsx 0.1 has written the names of today, in place."""

@@ -23,15 +23,11 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.checksums import note_checksum
+from dsx.checkpoint.weight_files import NAMES
 from dsx.core.progress import SOON, Progress
 from dsx.core.units import format_bytes
 
 _CHUNK_BYTES = 16 << 20
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class Snapshot:
@@ -114,7 +110,7 @@ class Snapshot:
             tensor, begin = self._tensors[name], end
             end += tensor.nbytes
             entries[name] = {
-                "dtype": _NAMES[tensor.dtype],
+                "dtype": NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [begin, end],
             }

@@ -24,7 +24,7 @@ from dsx.core.progress import SOON, Progress
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
 Tell = Callable[[str], None]
-_NAMES = {
+NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
@@ -132,13 +132,13 @@ def save_streamed(
     end = 0
     for name in names:
         dtype, shape = forms[name]
-        if dtype not in _NAMES:
+        if dtype not in NAMES:
             raise ValueError(
                 f"{name} is of type {dtype}, which a safetensors file of dsx does not hold; it "
-                f"holds {', '.join(str(known) for known in _NAMES)}"
+                f"holds {', '.join(str(known) for known in NAMES)}"
             )
         begin, end = end, end + _bytes_of(forms[name])
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
