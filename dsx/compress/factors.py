@@ -2,7 +2,7 @@
 
 Up, to the owner of a factor: each row of P^T or Q^T `[r, k]` (a direction; their sizes are the
 singular values and differ by orders) is scaled by a power of two, exactly, and sent in groups.
-Of a factor that is cut into blocks of columns (owners.py) each block is a message of its own.
+Of a factor that is cut into blocks of columns (blocks.py) each block is a message of its own.
 Down, from the owner to all: int8 codes with one bf16 scale per *column* of `[r, k]`, so that
 
     (P Q^T)_ij = sP_i * sQ_j * sum_r codeP_ri * codeQ_rj

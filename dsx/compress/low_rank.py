@@ -9,7 +9,7 @@ matrix M_k `[m, n]` of cluster k, with Q `[n, r]` from the last round:
 The mean of (P P^T M_k) is P P^T of the mean, so averages of factors lose nothing by averaging.
 One power iteration a round, two in the first one and after the rank has changed.
 
-Each factor has one owner, so that all clusters have about as much to average (owners.py): the
+Each factor has one owner, so that all clusters have about as much to average (blocks.py): the
 others send it their codes; it sums in cluster order, does the QR of a P, and sends codes of the
 mean that everybody, itself included, decodes (factors.py: an exact integer product, so all clusters
 apply the same bits).

@@ -16,8 +16,9 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     single elements, go into the outer step, where norms of tensors are taken, and where means leave
     their memory to launches: of 2^20 elements on a host, of L where work_space.py says so; with
     slots in bf16 tiles in fp32, whole vectors where a clip measures tensors,
-    in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
-    without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
+    in the cluster: pieces of matrices on their way (low rank under ZeRO), of 2^24 elements at a
+    time each way, for all fragments; without ZeRO the gather of what R replicas have shared out:
+    up to 64 MiB (1 + 1/R)
 
     factors: where an accelerator makes them, two pieces of a matrix and its factors there.
 

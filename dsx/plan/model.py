@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
@@ -84,15 +84,14 @@ class PlannedModel:
             assigned = assign_stage(fragmenter, shapes, Stage(index, len(self.stages)))
             fragments = [[self._slots[index][name] for name in names] for names in assigned]
             taken = [[s for s in f if is_wanted and compression.takes(s)] for f in fragments]
-            owners = min(self.ranks_per_stage, sum(map(len, taken)))  # the others get none
-            by_load = [(0, rank) for rank in range(owners)]
-            for id, (slots, matrices) in enumerate(zip(fragments, taken, strict=True)):
+            dealt = _dealt(taken, self.ranks_per_stage)
+            for id, (slots, own) in enumerate(zip(fragments, dealt, strict=True)):
                 alike = [((0,), 1, sorted(slots, key=lambda slot: slot.is_small))]
                 if is_wanted or not compression.needs_whole_matrices:
-                    alike = _shares(slots, matrices, by_load, self.ranks_per_stage)
+                    alike = _shares(slots, own, self.ranks_per_stage)
                 shares = [
-                    Share(Fragment(id, index, in_a_row(own)), numbers, ranks)
-                    for numbers, ranks, own in alike
+                    Share(Fragment(id, index, in_a_row(sent)), numbers, ranks)
+                    for numbers, ranks, sent in alike
                 ]
                 found.append(Load(index, id, len(slots), tuple(shares)))
         return found
@@ -197,21 +196,36 @@ def _share_of(rank: int, load: Load) -> Share:
     return next(s for s in load.shares if s.ranks > 1 or rank in s.shards)
 
 
+def _dealt(taken: Sequence[Sequence[Slot]], ranks: int) -> list[dict[int, list[Slot]]]:
+    """Return by fragment the matrices that each rank gets whole, of all that are `taken`.
+
+    The largest of all fragments first, each to the rank with the least so far. Those of one size
+    begin with another fragment than the ones before, so that a rank has little of each.
+    """
+    count = sum(map(len, taken))
+    by_load = [(0, rank) for rank in range(min(ranks, count))]  # the others get none
+    sizes = sorted({slot.numel for matrices in taken for slot in matrices}, reverse=True)
+    turns = {numel: turn for turn, numel in enumerate(sizes)}
+    dealt: list[dict[int, list[Slot]]] = [{} for _ in taken]
+    every = [(slot, fragment) for fragment, slots in enumerate(taken) for slot in slots]
+    for slot, fragment in sorted(
+        every, key=lambda it: (-it[0].numel, (it[1] + turns[it[0].numel]) % len(taken))
+    ):
+        numel, rank = by_load[0]
+        dealt[fragment].setdefault(rank, []).append(slot)
+        heapreplace(by_load, (numel + slot.numel, rank))
+    return dealt
+
+
 def _shares(
-    slots: Sequence[Slot], taken: Sequence[Slot], by_load: list[tuple[int, int]], ranks: int
+    slots: Sequence[Slot], own: Mapping[int, Sequence[Slot]], ranks: int
 ) -> list[tuple[tuple[int, ...], int, list[Slot]]]:
     """Return what each of a stage's ranks sends of a fragment, as `Share` has it, equal ones once.
 
-    The `taken` matrices stay whole: the largest first, each goes to the rank with the least so far,
-    the first of the heap `by_load`, which is kept. What all ranks without one send comes last.
+    `own` are the matrices that ranks have whole. What all ranks without one send comes last.
     """
-    names = {slot.name for slot in taken}
+    names = {slot.name for matrices in own.values() for slot in matrices}
     pieces = _pieces([slot for slot in slots if slot.name not in names], ranks)
-    own: dict[int, list[Slot]] = {}
-    for slot in sorted(taken, key=lambda slot: -slot.numel):
-        numel, rank = by_load[0]
-        own.setdefault(rank, []).append(slot)
-        heapreplace(by_load, (numel + slot.numel, rank))
     alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank in sorted(own):
         alike.setdefault(tuple(slot.shape for slot in own[rank]), []).append(rank)
