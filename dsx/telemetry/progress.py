@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from dsx.core.host_numbers import HostNumbers
+
 _LOSS_SECONDS = 10.0  # between two looks at a loss that nobody tells
 
 
@@ -56,6 +58,7 @@ class Progress:
         self._tokens: int | None = None
         self._loss: float | None = None
         self._seen_loss: Any = None  # a number, or a tensor that is read when a line is written
+        self._coming: HostNumbers | None = None  # one of those, on its way from a device
         self._seen_tokens = 0
 
     @property
@@ -95,21 +98,38 @@ class Progress:
         self._transferred += event["transfer_seconds"] or 0.0
 
     def pass_boundary(self, step: int, blocked_seconds: float) -> None:
-        """Count a step, and say how the run is doing where it is time to."""
-        self._blocked += blocked_seconds
-        if self._is_shown and not self._is_loss_told:
-            self._read_loss()
-        if not self._speaks or time.perf_counter() - self._since < self._seconds:
-            return
-        sys.stderr.write(f"{self.line(step, time.perf_counter() - self._since)}\n")
-        sys.stderr.flush()
-        self.begin(step)
+        """Count a step, and say how the run is doing where it is time to.
 
-    def _read_loss(self) -> None:
-        """Read a loss that was seen, every some seconds: a device is waited for then."""
+        A loss that a device still computes is not waited for: it is said a step or so later.
+        """
+        self._blocked += blocked_seconds
         now = time.perf_counter()
-        if self._seen_loss is not None and now - self._loss_read >= _LOSS_SECONDS:
+        is_due = self._speaks and now - self._since >= self._seconds
+        is_looked_at = (
+            self._is_shown and not self._is_loss_told and now - self._loss_read >= _LOSS_SECONDS
+        )
+        if not (is_due or is_looked_at) or not self._has_come():
+            return
+        if is_looked_at and self._seen_loss is not None:
             self._loss_read, self.loss = now, float(self._seen_loss)
+        if is_due:
+            sys.stderr.write(f"{self.line(step, now - self._since)}\n")
+            sys.stderr.flush()
+            self.begin(step)
+
+    def _has_come(self) -> bool:
+        """Whether the loss that was seen is a number, and no tensor; else it begins to come."""
+        if self._coming is None:
+            if self._seen_loss is None or self._loss is not None:
+                return True
+            seen = self._seen_loss
+            self._coming = HostNumbers(
+                {"loss": seen.detach().reshape(()) if hasattr(seen, "detach") else seen}
+            )
+        if not self._coming.are_there:
+            return False
+        self._seen_loss, self._coming = self._coming.read()["loss"], None
+        return True
 
     def line(self, step: int, seconds: float) -> str:
         """Return what is said of the `seconds` since `begin`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,3 +66,37 @@ def test_it_is_written_every_so_often(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == lines
     assert all("hidden" not in line for line in told)  # nothing was exchanged
+
+
+def test_a_loss_that_a_device_still_computes_is_said_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a double of what copies numbers to the host: the training thread does not wait for one."""
+    asked: list[Any] = []
+
+    class Late:
+        are_there = False
+
+        def __init__(self, record: Mapping[str, Any]) -> None:
+            asked.append(record["loss"].shape)
+            self._record = record
+
+        def read(self) -> dict[str, float]:
+            assert self.are_there, "waits for the device"
+            return {"loss": self._record["loss"].item()}
+
+    monkeypatch.setattr("dsx.telemetry.progress.HostNumbers", Late)
+    monkeypatch.setattr("dsx.telemetry.progress._LOSS_SECONDS", 0.0)
+    progress = Progress(0, 1e-9, speaks=True, is_shown=True)
+    progress.see(loss=torch.tensor([2.5]))
+    progress.pass_boundary(1, 0.0)
+    progress.see(loss=torch.tensor(1.5))
+    progress.pass_boundary(2, 0.0)
+    assert progress.loss is None and capsys.readouterr().err == ""
+    Late.are_there = True
+    progress.pass_boundary(3, 0.0)
+    assert progress.loss == 2.5 and "step 3" in (said := capsys.readouterr().err)
+    assert "loss 2.5" in said and asked == [()]
+    progress.see(loss=torch.tensor(0.5))
+    progress.pass_boundary(4, 0.0)
+    assert progress.loss == 0.5 and "loss 0.5" in capsys.readouterr().err
