@@ -166,9 +166,7 @@ def test_other_refusals_name_their_flag(tmp_path: Path) -> None:
         parse(shlex.split(f"{DENSE} --expert-model-parallel-size 2"))
     with pytest.raises(ValueError, match="--num-experts=8: dsx memory plans experts without bias"):
         parse(shlex.split(EXPERTS.replace("--disable-bias-linear", "")))
-    with pytest.raises(
-        ValueError, match="-cluster 6 is no multiple of tensor 2 x pipeline 1 x co"
-    ):
+    with pytest.raises(ValueError, match="-cluster 6 is no multiple of tensor 2 x pipeline 1 x co"):
         read(f"{DENSE} --tensor-model-parallel-size 2 --context-parallel-size 2", tmp_path, 6)
     uneven = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
     with pytest.raises(ValueError, match="write --num-virtual-stages-per-pipeline-rank"):
