@@ -177,7 +177,8 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     if model_flags is None:
         raise ValueError(
             f"{source} does not tell the model: add --model FILE, with Megatron's flags for its "
-            'sizes, or "plan": {"model": FILE} to its "dsx" block'
+            'sizes, and --ranks-per-cluster N, or "plan": {"model": FILE, "ranks_per_cluster": N} '
+            'to its "dsx" block'
         )
     if ranks is None:
         raise ValueError(

@@ -275,7 +275,7 @@ def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> No
     assert set(told["assumed"]) == {"step_seconds", "disk_mb_s"}
     assert told["save_seconds"] == pytest.approx(told["save_bytes_per_rank"] / 500e6)
     step = 6 * told["params"] * 32 / (2 * stages * 0.4 * 312e12)  # of one sequence
-    assert told["assumed"]["step_seconds"] == max(1e-6, pytest.approx(step))
+    assert told["assumed"]["step_seconds"] == pytest.approx(max(1e-6, step))
     assert "(--step-seconds, or --gpu and --mfu); 500 MB/s to the disk" in result.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class DryRun:
         """Whether clusters are joined by gloo, whose connections are counted here."""
         return not self.config.link.uses_links
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
         """The line, the step and the disk that seconds are of."""
         return rates_of(self.asked, self.files, self._active)
