@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them."""
+"""Numbers of bytes, and of seconds, as people read them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def format_bytes(count: float, digits: int = 3, *, binary: bool = False) -> str:
         size, place = size / (1024 if binary else 1000), place + 1
     unit = f"{_PREFIXES[place].upper()}iB" if binary and place else f"{_PREFIXES[place]}B"
     return f"{size:.{digits}g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds with four digits, or as many as there are before the point, by thousands."""
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.4g} s"

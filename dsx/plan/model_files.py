@@ -126,15 +126,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Batch:
-    """What activations depend on, and how many sequences a step of one cluster has, if given.
-
-    `recomputes`: all activations are made again in the backward.
-    """
+    """What activations depend on, and how many sequences a step of one cluster has, if given."""
 
     sequence: int
     micro_batch: int
     sequences_per_step: int | None = None
-    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,5 +316,4 @@ def _planned_ranks(words: Sequence[str], source: Path) -> int | None:
 
 
 def _batch(known: argparse.Namespace) -> Batch:
-    again = known.recompute_granularity == "full"
-    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size, again)
+    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)

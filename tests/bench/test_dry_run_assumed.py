@@ -25,14 +25,12 @@ def test_what_is_not_given_is_assumed_and_said() -> None:
     files = read_model(QWEN, None, None)
     rates = rates_of(ASKED, files, 10**11)
     assert (rates.gbps, rates.latency_ms, rates.disk_mb_s) == (1.0, 20.0, 500.0)
-    assert rates.step_seconds == 8 * 10**11 * TOKENS / (80 * 0.4 * 312e12)  # all is recomputed
+    assert rates.step_seconds == 6 * 10**11 * TOKENS / (80 * 0.4 * 312e12)
     assert list(rates.assumed) == ["gbps", "latency_ms", "step_seconds", "disk_mb_s"]
     for name, (value, words) in rates.assumed.items():
         assert value == getattr(rates, name) and f"--{name.replace('_', '-')}" in words
-    kept = replace(files, batch=replace(files.batch, recomputes=False))
-    assert rates_of(ASKED, kept, 10**11).step_seconds == pytest.approx(rates.step_seconds * 6 / 8)
     faster = rates_of(replace(ASKED, gpu="h100", mfu=0.2), files, 10**11)
-    assert faster.step_seconds == 8 * 10**11 * TOKENS / (80 * 0.2 * 989e12)
+    assert faster.step_seconds == 6 * 10**11 * TOKENS / (80 * 0.2 * 989e12)
 
 
 def test_what_is_given_is_taken_a_latency_of_none_too() -> None:
@@ -46,7 +44,7 @@ def test_where_a_file_tells_no_batch_a_step_is_a_micro_batch_as_in_a_run(tmp_pat
     (tmp_path / "one.flags").write_text(words)
     files = read_model(tmp_path / "one.flags", None, 160)  # two replicas
     assert rates_of(ASKED, files, 10**11).step_seconds == pytest.approx(
-        8 * 10**11 * 2 * 4096 / (160 * 0.4 * 312e12)
+        6 * 10**11 * 2 * 4096 / (160 * 0.4 * 312e12)
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsx.core.units import format_bytes
+from dsx.core.units import format_bytes, format_seconds
 
 GIB = 2**30
 
@@ -39,3 +39,11 @@ def test_four_digits() -> None:
 def test_powers_of_1024(count: float, text: str) -> None:
     """No power of ten is written for what lies between 1000 and 1024."""
     assert format_bytes(count, binary=True) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123456, "0.01235 s"), (67.549, "67.55 s"), (999.4, "999.4 s"), (3593.6, "3,594 s")],
+)
+def test_seconds_have_four_digits_or_all_before_the_point(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

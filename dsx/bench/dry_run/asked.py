@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsx.core.units import format_seconds
 from dsx.plan.given import BOUNDS
 from dsx.plan.link import Link
 from dsx.plan.model_files import ModelFiles
 from dsx.plan.published.scenario import require_number
-from dsx.plan.step_time import KEPT, RECOMPUTED, USUAL_MFU, require_gpu, seconds_of_step
+from dsx.plan.step_time import USUAL_MFU, require_gpu, seconds_of_step
 
 GBPS, LATENCY_MS, GPU = 1.0, 20.0, "a800"
 DISK_MB_S = 500.0  # each of eight ranks that share an NVMe disk of 4 GB/s
@@ -93,11 +94,10 @@ def _estimated(asked: Asked, files: ModelFiles, parameters: int) -> tuple[float,
     batch, cluster = files.batch, files.cluster
     # engines have one micro-batch a step where no more are told
     sequences = batch.sequences_per_step or batch.micro_batch * cluster.data
-    each = RECOMPUTED if batch.recomputes else KEPT
     tokens = sequences * batch.sequence
-    seconds = max(_LEAST_STEP, seconds_of_step(parameters, tokens, cluster.ranks, gpu, mfu, each))
+    seconds = max(_LEAST_STEP, seconds_of_step(parameters, tokens, cluster.ranks, gpu, mfu))
     return seconds, (
-        f"{seconds:.4g} s per inner step, {each} x {parameters:.4g} parameters x {tokens:.4g} "
+        f"{format_seconds(seconds)} per inner step, 6 x {parameters:,} parameters x {tokens:,} "
         f"tokens at {100 * mfu:g} % of {cluster.ranks} {gpu.upper()} (--step-seconds, or --gpu and "
         "--mfu)"
     )

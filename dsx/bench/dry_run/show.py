@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsx.bench.dry_run.dry_run import DryRun
-from dsx.core.units import format_bytes
+from dsx.core.units import format_bytes, format_seconds
 from dsx.plan.memory.show import lent_in_words
 
 
@@ -42,18 +42,19 @@ def show(run: DryRun, console: Console) -> None:
     rates = run.rates
     _say(
         console,
-        f"  from others at {rates.gbps:g} Gbit/s: {record['start_seconds_unequal']:.3g} s",
+        f"  from other weights at {rates.gbps:g} Gbit/s: "
+        f"{format_seconds(record['start_seconds_unequal'])}",
     )
     _say(
         console,
         "a save: a file of outer state from each rank, the largest "
         f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then; at "
-        f"{rates.disk_mb_s:g} MB/s {record['save_seconds']:.3g} s",
+        f"{rates.disk_mb_s:g} MB/s {format_seconds(record['save_seconds'])}",
     )
     _say(
         console,
-        f"utilization {100 * record['utilization']:.1f} %, at {rates.step_seconds:.4g} s per "
-        f"inner step, {rates.gbps:g} Gbit/s and {rates.latency_ms:g} ms one way",
+        f"utilization {100 * record['utilization']:.1f} %, at {format_seconds(rates.step_seconds)} "
+        f"per inner step, {rates.gbps:g} Gbit/s and {rates.latency_ms:g} ms one way",
     )
     if rates.assumed:
         _say(console, f"assumed: {'; '.join(words for _, words in rates.assumed.values())}")
