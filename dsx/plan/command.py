@@ -33,13 +33,9 @@ Params = Annotated[float | None, _option("Parameters, in place of files: 7e9.")]
 Layers = Annotated[int | None, _option("With --params: layers of equal size.")]
 Hidden = Annotated[int | None, _option("With --params: the width, for low rank.")]
 GpusPerCluster = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus-per-cluster",
-        "--ranks-per-cluster",
-        help="Ranks of one cluster; default: as the file plans, or tensor x pipeline.",
-    ),
+    int | None, _option("Ranks of one cluster; default: as the file plans, or tensor x pipeline.")
 ]
+AsElsewhere = Annotated[int | None, typer.Option(hidden=True)]  # the same, as dsx dry-run has it
 StepSeconds = Annotated[
     float | None, _option("Compute of one inner step, as measured in one cluster alone.")
 ]
@@ -100,6 +96,7 @@ def plan(
     layers: Layers = None,
     hidden: Hidden = None,
     gpus_per_cluster: GpusPerCluster = None,
+    ranks_per_cluster: AsElsewhere = None,
     step_seconds: StepSeconds = None,
     gpu: Gpu = None,
     mfu: Mfu = None,
@@ -137,8 +134,9 @@ def plan(
     from dsx.plan import question, show
     from dsx.plan.given import Given
 
+    ranks = ranks_per_cluster if gpus_per_cluster is None else gpus_per_cluster
     given = Given(
-        from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
+        from_run, megatron, deepspeed, model, params, layers, hidden, ranks,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval, egress_price, gpu_hour_price, steps, mtbf, heal_seconds,
         save_every, save_seconds, launch, coding_cores, cores_per_rank,

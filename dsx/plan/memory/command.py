@@ -23,11 +23,11 @@ def memory(
         int | None,
         typer.Option(
             "--ranks-per-cluster",
-            "--ranks",
             help="Accelerators per cluster; default: as the file plans, or tensor x pipeline.",
             min=1,
         ),
     ] = None,
+    ranks_as_ever: Annotated[int | None, typer.Option("--ranks", min=1, hidden=True)] = None,
     limit: Annotated[float, typer.Option(help="GiB of one accelerator.", min=0.001)] = 40.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -40,5 +40,5 @@ def memory(
 
     from dsx.plan.memory.show import read_plan, show_memory
 
-    if not show_memory(read_plan(source, model, ranks), limit, json, Console()):
+    if not show_memory(read_plan(source, model, ranks or ranks_as_ever), limit, json, Console()):
         raise typer.Exit(1)
