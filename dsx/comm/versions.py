@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PROTOCOL = 7  # of what clusters send each other; counted up where another dsx would not read it
+PROTOCOL = 8  # of what clusters send each other; counted up where another dsx would not read it
 NAMES = ("versions", "versions.dsx", "versions.torch")  # that `clusters.may_differ` may have
 _RELEASES = {1: "0.1", 2: "0.1 or 0.2", 3: "0.2"}  # whose hellos do not name their dsx
 _MODULES = ("dsx", "torch", "numpy", "deepspeed", "megatron.core")
