@@ -48,10 +48,20 @@ def counts(manifest: Mapping[str, Any]) -> bool:
 
 def remove_tag(directory: Path, tag: str) -> None:
     """Delete a tag of a cluster; killed meanwhile, it leaves nothing that looks complete."""
+    delete_taken(take_away(directory, tag))
+
+
+def take_away(directory: Path, tag: str) -> Path:
+    """Let a tag be none any more, at once; return what `delete_taken` deletes."""
     path, removed = directory / tag, directory / f"{tag}{REMOVED}"
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)
+    return removed
+
+
+def delete_taken(removed: Path) -> None:
+    """Delete what was taken away, which may take long; OSError."""
     shutil.rmtree(removed, ignore_errors=True)  # a save that begins removes leftovers, too
     if removed.exists():
         raise OSError(f"{removed} cannot be deleted as a whole")

@@ -44,7 +44,7 @@ from dsx.compress.owners import (
     up_bytes,
     warm_bytes,
 )
-from dsx.compress.pieces import side_work
+from dsx.compress.pieces import LOST_NUMEL, rows_at_once, side_work
 from dsx.compress.quantized import (
     NARROW,
     Feedback,
@@ -252,8 +252,8 @@ class LowRank(Quantized):
         return 8 + sum(warm_bytes(is_exact, rank, n) for _, n, rank in sizes)
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
-        """Return what is made anew at a time of residuals that are stored in less: what a matrix
-        in factors misses, or some elements in codes; those that fade are in fp32 as a whole.
+        """Return what is made anew at a time of residuals that are stored in less: what factors
+        miss of rows of a matrix, or some elements in codes; those that fade are in fp32 as a whole.
         """
         if self.error_feedback in ("none", "fp32") or not fragment.coded_runs:
             return 0
@@ -262,7 +262,8 @@ class LowRank(Quantized):
         in_codes = runs_of(rest)
         if self.dense_rounds or self.full_round_every:
             in_codes = [*in_codes, *runs_of(taken)]
-        sizes = [*(slot.numel for slot in taken), *(min(b - a, LOST_TOGETHER) for a, b in in_codes)]
+        sizes = [min(b - a, LOST_TOGETHER) for a, b in in_codes]
+        sizes += [rows_at_once(m, n, LOST_NUMEL) * n for m, n in map(two_sides, taken)]
         anew = 4 * (max(sizes) + together)
         fades = not is_made_in_place(self.error_feedback, self.feedback_decay)
         return max(anew, residual_work(self.error_feedback, fragment) if fades else 0)

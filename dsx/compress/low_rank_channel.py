@@ -113,10 +113,10 @@ class LowRankChannel:
         for part in () if is_dense else self._dense:
             if part.residual is not None:
                 own = [m for m in self._matrices if part.start <= m.offset < part.stop]
-                most = max(matrix.numel for matrix in own)
+                most = max(matrix.lost_at_once for matrix in own)
                 with part.residual.made_anew(most) as anew, self._opening.turns.lock:
                     for matrix in own:  # in order, and nothing between them
-                        matrix.write_lost(anew.room(matrix.numel))
+                        matrix.write_lost(anew.room)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""

@@ -9,7 +9,7 @@ factor is scaled, to be coded, where the other would lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 from zlib import crc32
 
@@ -21,6 +21,7 @@ from dsx.compress.factor_products import Products
 from dsx.compress.factors import UpCodec
 from dsx.compress.low_rank_factor import Factor, in_a_row
 from dsx.compress.owners import NUM_PROBES, factor_sizes, of_sums, up_bytes
+from dsx.compress.pieces import LOST_NUMEL, rows_at_once
 from dsx.compress.warm_start import WarmStart
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
@@ -183,12 +184,19 @@ class LowRankMatrix:
         (p, scales_p), (q, scales_q) = self._codes(is_p=True), self._codes(is_p=False)
         self._products.mean(p, scales_p, q, scales_q, self._matrix)
 
-    def write_lost(self, out: Tensor) -> None:
-        """Write what the own codes miss of the matrix to `out`, fp32 `[numel]`."""
-        lost = out.view(self._m, self._n)
+    @property
+    def lost_at_once(self) -> int:
+        """The elements that `write_lost` asks room for at a time, at most."""
+        return rows_at_once(self._m, self._n, LOST_NUMEL) * self._n
+
+    def write_lost(self, room: Callable[[int], Tensor]) -> None:
+        """Write what the own codes miss of the matrix, rows by rows, to the `room` of each."""
         own = self._work("q", (self.rank, self._n))
         self.q.decode_own(own)
-        self._products.lost(self._matrix, self._decoded_p(), own, lost)
+        p, rows = self._decoded_p(), rows_at_once(self._m, self._n, LOST_NUMEL)
+        for matrix, left in zip(self._matrix.split(rows), p.split(rows, dim=1), strict=True):
+            lost = room(matrix.numel()).view(matrix.shape)
+            self._products.lost(matrix, left, own, lost)
 
     def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
         """Return the squared singular values of the mean, descending, and |M|_F^2 to match.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import HELD, MANIFEST, REPLACED, name_of, read_manifest
-from dsx.checkpoint.keep import counts, remove_tag, superfluous
+from dsx.checkpoint.keep import counts, delete_taken, superfluous, take_away
 from dsx.checkpoint.places import Lies, by_cluster
 from dsx.checkpoint.tags import complete_tags
 from dsx.checkpoint.written_again import hold_back, put_back, versions
@@ -76,6 +76,7 @@ class Keeping:
         self._common: dict[Path, dict[str, int]] = {}  # what all have: steps by folder and tag
         self._tried: dict[Path, set[int]] = {}  # saves that were begun: steps by folder
         self._again: set[Path] = set()  # folders that are written again, and again
+        self._of_folders = threading.Lock()  # held while folders are given other names
         self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
 
@@ -176,6 +177,17 @@ class Keeping:
         delete it, and leave what other clusters may not have. Return whether it was so. On the
         first rank; OSError.
         """
+        path = directory / tag if self._whole is None else directory  # a part is told with others
+        with self._of_folders:
+            was_put_back = self._put_back(directory, tag)
+            self._tried.setdefault(path.resolve(), set()).add(step)
+            if self._whole is None and (directory / tag).is_dir():
+                self._again.add(path.resolve())
+            if path.resolve() in self._again and len(versions(directory, tag)) > 1:
+                hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))
+        return was_put_back
+
+    def _put_back(self, directory: Path, tag: str) -> bool:
         common, was_put_back = self._common_in(directory), False
         for held in (f"{tag}{REPLACED}", f"{tag}{HELD}"):
             if held in common:
@@ -183,12 +195,6 @@ class Keeping:
                 was_put_back = put_back(directory, tag, held)
                 if was_put_back:
                     common[tag] = of
-        path = directory / tag if self._whole is None else directory  # a part is told with others
-        self._tried.setdefault(path.resolve(), set()).add(step)
-        if self._whole is None and (directory / tag).is_dir():
-            self._again.add(path.resolve())
-        if path.resolve() in self._again and len(versions(directory, tag)) > 1:
-            hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))
         return was_put_back
 
     def marked(self, path: Path) -> None:
@@ -269,11 +275,15 @@ class Keeping:
     def _delete(self, directory: Path, common: Mapping[str, int]) -> None:
         assert self._keep is not None
         try:
-            gone = superfluous(complete_tags(directory), common, self._keep)
-            for tag in gone:
-                if self._copying is not None and self._copying.holds(directory / tag):
-                    continue  # it goes with the next one
-                remove_tag(directory, tag)
+            held = complete_tags(directory)
+            for tag in superfluous(held, common, self._keep):
+                with self._of_folders:
+                    if self._copying is not None and self._copying.holds(directory / tag):
+                        continue  # it goes with the next one
+                    if read_manifest(directory / tag / MANIFEST) != held[tag]:
+                        continue  # a save has begun since, and what all hold may have this name
+                    removed = take_away(directory, tag)
+                delete_taken(removed)
                 self._forget(directory / tag)
                 logger.info("%s is deleted: checkpoints.keep=%d", directory / tag, self._keep)
         except OSError as error:

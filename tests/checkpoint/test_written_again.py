@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsx.checkpoint.checksums import MANIFEST, name_of
 from dsx.checkpoint.tags import complete_tags
 from dsx.checkpoint.written_again import hold_back, versions
+from dsx.training import keeping as keeping_module
 from dsx.training.keeping import Keeping
 from tests.checkpoint.test_keep import Board
 from tests.checkpoint.test_tags import chosen, write
@@ -119,6 +122,35 @@ def test_what_was_loaded_of_it_has_the_name_again_before_the_next_save(tmp_path:
     after.hear()
     after.save(20, 0, 1)
     assert after.steps(0) == after.steps(1) == [16, 20]
+
+
+def test_what_a_save_has_given_another_name_is_not_deleted_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save begins at the boundary where an older one becomes superfluous, whose deletion waits
+    for a slow disk meanwhile: by then the name is that of what both hold.
+    """
+    clusters = Clusters(tmp_path, keep=1)
+    clusters.save(4, 0, 1)
+    clusters.hear()
+    clusters.save(8, 0, 1)
+    listed, may_go = threading.Event(), threading.Event()
+
+    def slow(directory: Path) -> dict[str, dict[str, Any]]:
+        found = complete_tags(directory)
+        if threading.current_thread() is not threading.main_thread():
+            listed.set()
+            assert may_go.wait(60)
+        return found
+
+    monkeypatch.setattr(keeping_module, "complete_tags", slow)
+    clusters.all[0].pass_boundary()  # both hold 8: that of 4 may go
+    assert listed.wait(60)
+    clusters.save(12, 0)
+    clusters.save(12, 1, fails=True)
+    may_go.set()
+    clusters.all[0].close()
+    assert clusters.steps(0) == [8, 12] and clusters.loadable() == [8, 8]
 
 
 @pytest.mark.parametrize(

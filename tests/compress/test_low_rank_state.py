@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsx.compress import low_rank, low_rank_matrix
+from dsx.compress.base import Launch
 from dsx.compress.quantized import Quantized
+from dsx.core.buffers import Buffers, Opening, SharedWork
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment, History, SyncParams
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from tests.compress.channels import (
     Clusters,
     bits,
     correlated,
+    drive,
     exact_mean,
     fragment_of,
     nmse,
@@ -237,3 +242,28 @@ def test_state_is_all_that_a_channel_remembers(storage: Any, num_clusters: int) 
         for ours, theirs in zip(first.channels, second.channels, strict=True):
             assert all(torch.equal(ours.slots[name], theirs.slots[name]) for name in ours.slots)
             assert torch.equal(ours.spectrum, theirs.spectrum)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
+def test_what_factors_miss_is_the_same_however_many_rows_are_made_at_a_time(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is room for it, which is what is said of it."""
+    fragment = fragment_of((96, 80), (40, 40))
+    values = correlated(fragment.numel, 1)[0]
+    found: list[Tensor] = []
+    room: list[int] = []
+    for together in (2**27, 700, 1):
+        for module in (low_rank, low_rank_matrix):
+            monkeypatch.setattr(module, "LOST_NUMEL", together)
+        method, work = plain_low_rank(rank=8, error_feedback=storage), Buffers()
+        channel = method.open(fragment, Seat.of(0, 1), 8, Opening(work=SharedWork(work)))
+        drive([channel.exchange(values.clone(), Launch(1))])
+        channel.settle(values.clone(), Launch(1))
+        found.append(channel.errors["residual.0"].residual.read())
+        room.append(work.num_bytes)
+        assert room[-1] == method.shared_work_bytes(fragment)
+    assert found[0].abs().amax() > 0.1
+    for other in found[1:]:  # a library may round products of fewer rows otherwise
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0.05)
+    assert room[0] > room[1] > room[2] > 0 if storage != "fp32" else room == [0, 0, 0]
