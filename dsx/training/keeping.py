@@ -184,8 +184,10 @@ class Keeping:
                 if was_put_back:
                     common[tag] = of
         path = directory / tag if self._whole is None else directory  # a part is told with others
-        self._tried.setdefault(path.resolve(), set()).add(step)
-        if self._whole is None and (directory / tag).is_dir():
+        tried = self._tried.setdefault(path.resolve(), set())
+        tried.add(step)
+        # where its first save failed, too: others may have theirs of it
+        if self._whole is None and ((directory / tag).is_dir() or len(tried) > 1):
             self._again.add(path.resolve())
         if path.resolve() in self._again and len(versions(directory, tag)) > 1:
             hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))
