@@ -29,6 +29,13 @@ class PlanConfig(BaseModel):
     """How many ranks a cluster has. A run whose clusters have another number says so at its
     start."""
 
+    def model_file(self) -> Path | None:
+        """Return the model's file where there is one that this host can see, else None."""
+        try:
+            return path if self.model and (path := Path(self.model)).is_file() else None
+        except OSError:  # a name that is too long, or a folder that only another user may enter
+            return None
+
 
 def beside(block: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return a block of the file `source` with the path of the model's file whole, in place."""

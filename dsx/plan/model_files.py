@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsx.config.files import ConfigError, read_json, read_text
+from dsx.config.files import ConfigError, read_json, read_text, shorten
 from dsx.config.flags import block_of_flags
 from dsx.config.planned import planned_for
 from dsx.core.types import Stage
@@ -163,11 +163,11 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     document = read_json(source)
     planned = planned_for(document, source)
     if model_flags is None and planned.model is not None:
-        model_flags = Path(planned.model)
-        if not model_flags.is_file():
+        model_flags = planned.model_file()
+        if model_flags is None:
             raise ValueError(
-                f"dsx.plan.model: there is no file {model_flags}; write its path from the folder "
-                f"of {source.name}, or give another by --model"
+                f"dsx.plan.model: there is no file {shorten(planned.model)}; write its path from "
+                f"the folder of {source.name}, or give another by --model"
             )
     ranks = ranks or planned.ranks_per_cluster
     if model_flags is None:

@@ -180,8 +180,10 @@ class Keeping:
         path = directory / tag if self._whole is None else directory  # a part is told with others
         with self._of_folders:
             was_put_back = self._put_back(directory, tag)
-            self._tried.setdefault(path.resolve(), set()).add(step)
-            if self._whole is None and (directory / tag).is_dir():
+            tried = self._tried.setdefault(path.resolve(), set())
+            tried.add(step)
+            # where its first save failed, too: others may have theirs of it
+            if self._whole is None and ((directory / tag).is_dir() or len(tried) > 1):
                 self._again.add(path.resolve())
             if path.resolve() in self._again and len(versions(directory, tag)) > 1:
                 hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))

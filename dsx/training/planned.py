@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
@@ -19,7 +18,8 @@ _OF_ANOTHER = "what dsx dry-run and dsx memory say of this configuration is of a
 def tell_of_plan(adapter: EngineAdapter, world: World, config: DsxConfig) -> None:
     """Compare the ranks of this cluster, and the parameters of its first stage, on its first rank.
 
-    A model's file that is not there is passed over: a host that trains has no need of it.
+    A model's file that is not there, or not to be seen, is passed over: a host that trains has no
+    need of it.
     """
     plan = config.plan
     if world.rank:
@@ -30,7 +30,7 @@ def tell_of_plan(adapter: EngineAdapter, world: World, config: DsxConfig) -> Non
             "that it has",
             plan.ranks_per_cluster, world.world_size, _OF_ANOTHER,
         )  # fmt: skip
-    if plan.model is None or not (file := Path(plan.model)).is_file():
+    if (file := plan.model_file()) is None:
         return
     try:
         files = of_deepspeed(config.given, file, world.world_size, file)

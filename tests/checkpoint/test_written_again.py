@@ -79,6 +79,21 @@ def test_two_saves_ahead_the_state_that_all_hold_is_still_there(
     assert clusters.steps(0) == clusters.steps(1) == [32, 36]
 
 
+def test_what_all_hold_stays_where_the_first_save_of_one_failed(tmp_path: Path) -> None:
+    """What the others have of that step is older, and of no use."""
+    clusters = Clusters(tmp_path)
+    clusters.save(4, 0)
+    clusters.save(4, 1, fails=True)
+    clusters.hear()
+    clusters.save(8, 0, 1)
+    clusters.hear()
+    for step in (12, 16, 20):
+        clusters.save(step, 0)
+        clusters.save(step, 1, fails=True)
+        clusters.hear()
+        assert clusters.loadable() == [8, 8]
+
+
 def test_in_step_and_heard_there_are_two_as_ever(tmp_path: Path) -> None:
     clusters = Clusters(tmp_path)
     for step in (4, 8, 12, 16):

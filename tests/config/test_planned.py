@@ -111,7 +111,18 @@ def test_a_doctor_reads_it_too_and_a_site_may_lack_the_models_file(tmp_path: Pat
     source = write(tmp_path, {"model": "sizes.flags", "ranks_per_cluster": 4})
     assert "with --model FILE and --ranks N" not in asked("doctor", source)[1]
     (tmp_path / "sizes.flags").unlink()
-    assert "--model" in asked("doctor", source)[1]
+    code, said = asked("doctor", source)
+    assert "--model" in said and f"no file {tmp_path}/sizes.flags" in " ".join(said.split())
+    assert asked("doctor", write(tmp_path, {"ranks_per_cluster": 4}))[1].count("no file") == 0
+
+
+def test_a_name_that_no_file_can_have_is_a_file_that_is_not_there(tmp_path: Path) -> None:
+    source = write(tmp_path, {"model": "x" * 300, "ranks_per_cluster": 4})
+    assert load_config(source).plan.model_file() is None
+    for command in ("memory", "plan", "dry-run"):
+        code, said = asked(command, source)
+        assert code == 2 and "dsx.plan.model: there is no file" in said and len(said) < 400
+    assert "there is no file" in asked("doctor", source)[1]
 
 
 @pytest.mark.parametrize("name", ["qwen_107b_zero3.json", "qwen_107b_pipeline.json"])

@@ -68,6 +68,7 @@ def test_a_file_that_is_not_there_is_passed_over_and_one_that_is_none_is_told(
     tmp_path: Path,
 ) -> None:
     assert said("ZeRO-1", {"model": str(tmp_path / "gone.flags")}) == []
+    assert said("ZeRO-1", {"model": "x" * 300}) == []  # no name of a file
     (tmp_path / "other.flags").write_text("--hidden-size 64")
     (line,) = said("ZeRO-1", {"model": str(tmp_path / "other.flags")})
     assert "is not compared with the run: the flags lack --num-layers" in line

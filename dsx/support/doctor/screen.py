@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsx.config.files import ConfigError, read_json
+from dsx.config.files import ConfigError, read_json, shorten
 from dsx.config.planned import planned_for
 from dsx.config.schema import DsxConfig
 from dsx.data.manifest import BuildSummary
@@ -59,7 +59,7 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
 
     ValueError, before anything is printed, for what is missing or does not go together.
     """
-    given = _with_plan(given)
+    given, unseen = _with_plan(given)
     _require_sense(given)
     if given.config is None:
         return _tell(look_at_machine(), [], say)
@@ -71,7 +71,8 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
     if config is None:
         return _tell(found, [], say)
     planned, refused = _planned(config, files)
-    found += [*refused, *missing_of(config), *look_at_meeting(config.clusters, config.link)]
+    found += [*unseen, *refused, *missing_of(config)]
+    found += look_at_meeting(config.clusters, config.link)
     found += look_at_disk(config, given.checkpoints, planned)
     found.append(look_at_memory(planned, given.limit, gpu_gib()))
     if planned is not None:
@@ -118,18 +119,24 @@ def _ranks_here(config: DsxConfig, planned: Planned) -> int:
     return min(ranks, num_gpus() or ranks)
 
 
-def _with_plan(given: Given) -> Given:
-    """Return it with what a JSON is planned for in the place of what is not given, if it is all."""
+def _with_plan(given: Given) -> tuple[Given, list[Finding]]:
+    """Return it with what a JSON is planned for in the place of what is not given, if it is all.
+
+    And what is to be said of a model's file that is not there.
+    """
     if given.config is None or given.config.suffix != ".json":
-        return given
+        return given, []
     try:
         planned = planned_for(read_json(given.config), given.config)
     except ConfigError:  # said with the block
-        return given
-    model, ranks = given.model, given.ranks or planned.ranks_per_cluster
-    if model is None and planned.model is not None and Path(planned.model).is_file():
-        model = Path(planned.model)
-    return given if model is None or ranks is None else replace(given, model=model, ranks=ranks)
+        return given, []
+    model, ranks = given.model or planned.model_file(), given.ranks or planned.ranks_per_cluster
+    if model is None and planned.model is not None:
+        text = f"dsx.plan.model: there is no file {shorten(planned.model)} on this host; a run has "
+        return given, [Finding("note", "model", text + "no need of it, what follows has")]
+    if model is None or ranks is None:
+        return given, []
+    return replace(given, model=model, ranks=ranks), []
 
 
 def _require_sense(given: Given) -> None:
