@@ -79,7 +79,7 @@ def test_a_launch_that_waits_for_a_turn_holds_up_no_save() -> None:
     with ThreadPoolExecutor(1) as thread:
         coded = thread.submit(attempts.require_coded, attempt)
         assert asked.wait(SECONDS)
-        assert channel.gate.acquire(timeout=5.0), "held by one that waits for cores"
+        assert channel.gate.acquire(timeout=60.0), "held by one that waits for cores"
         channel.gate.release()
         may_code.set()
         coded.result(SECONDS)
@@ -128,7 +128,7 @@ def test_with_one_core_nobody_waits_for_another_s_disk() -> None:
         assert is_reading.wait(SECONDS)
         try:
             threads.submit(attempts.require_coded, second).result(5.0)
-            assert slow.gate.acquire(timeout=5.0), "held by one that waits for its disk"
+            assert slow.gate.acquire(timeout=60.0), "held by one that waits for its disk"
             slow.gate.release()
         finally:
             may_read.set()

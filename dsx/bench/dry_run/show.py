@@ -40,11 +40,9 @@ def show(run: DryRun, console: Console) -> None:
         f"{run.start_model.host}",
     )
     rates = run.rates
-    _say(
-        console,
-        f"  from other weights at {rates.gbps:g} Gbit/s: "
-        f"{format_seconds(record['start_seconds_unequal'])}",
-    )
+    if record["clusters"] > 1:
+        unequal = format_seconds(record["start_seconds_unequal"])
+        _say(console, f"  from other weights at {rates.gbps:g} Gbit/s: {unequal}")
     _say(
         console,
         "a save: a file of outer state from each rank, the largest "
