@@ -90,12 +90,12 @@ def cut_before_connection_0_stands(links: list[Link], line: Line, is_kept: bool)
 @pytest.mark.parametrize("is_kept", [True, False], ids=["of the view", "before there is one"])
 def test_one_that_is_cut_off_before_connection_0_stands_is_noticed(is_kept: bool) -> None:
     """By both, though messages alone went to and fro; who is no member may come to be there yet."""
-    for swallowed in (0, 1):  # whichever the line takes first
-        with two_without(swallowed) as (links, line):
+    for attempt in range(20):  # the line may take either one first
+        with two_without(attempt % 2) as (links, line):
             stand = [[*peer.connections] for link in links for peer in link._switch.peers.values()]
             if stand == [[1], [1]]:
                 return cut_before_connection_0_stands(links, line, is_kept)
-    pytest.fail("connection 0 has stood both times")
+    pytest.fail("connection 0 has stood each time")
 
 
 def test_a_member_that_a_view_has_left_out_is_not_kept() -> None:
