@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 
@@ -49,53 +49,73 @@ def test_one_who_heals_is_taken_back(healing: int) -> None:
         assert not any(links[m].has_let_go((1 - m, 0)) for m in (0, 1))
 
 
-@contextlib.contextmanager
-def two_without(swallowed: int) -> Generator[tuple[list[Link], Line]]:
-    """Yield two links over a line that swallows what goes over one of their two connections."""
-    options = LinkOptions(grace_seconds=GRACE_SECONDS, suspect_seconds=8.0, streams=1)
-    links = [Link(m, 0, None, options) for m in range(2)]
-    line = Line(links[0].port)
-    line.swallows = lambda number, _: number == swallowed
-    try:
-        links[0].expect(1, 0, None)
-        links[1].expect(0, 0, line.address)
-        peers = [link._switch.peers for link in links]
-        wait_until(lambda: all(ps and all(p.connections for p in [*ps.values()]) for ps in peers))
-        yield links, line
-    finally:
-        for link in links:
-            link.close()
-        line.close()
+class TwoLines:
+    """Two links, connection 0 over a line of its own, which holds what is sent until it `flows`."""
+
+    def __init__(self) -> None:
+        options = LinkOptions(grace_seconds=GRACE_SECONDS, suspect_seconds=8.0)
+        self.links = [Link(m, 0, None, options) for m in range(2)]
+        self.first, self.others = (Line(self.links[0].port) for _ in range(2))
+        self.first.flows.clear()
+        calls = self.links[1]._switch._calls
+        call = calls.call
+
+        def by_its_line(peer: Any, index: int, address: tuple[str, int], key: Any = None) -> Any:
+            return call(peer, index, address if index else (self.first.address, address[1]), key)
+
+        calls.call = by_its_line  # type: ignore[method-assign]
+        self.links[0].expect(1, 0, None)
+        self.links[1].expect(0, 0, self.others.address)
+
+    def stand(self) -> list[list[int]]:
+        """Which connections stand, at either end."""
+        peers = [link._switch.peers.get((1 - m, 0)) for m, link in enumerate(self.links)]
+        return [sorted(peer.connections) if peer is not None else [] for peer in peers]
+
+    def cut(self) -> None:
+        for line in (self.first, self.others):
+            line.is_open = False
+            line.cut()
+
+    def mend(self) -> None:
+        self.first.flows.set()
+        self.first.is_open = self.others.is_open = True
+
+    def close(self) -> None:
+        self.first.flows.set()
+        for end in (*self.links, self.first, self.others):
+            end.close()
 
 
-def cut_before_connection_0_stands(links: list[Link], line: Line, is_kept: bool) -> None:
+@pytest.fixture
+def two() -> Generator[TwoLines]:
+    found = TwoLines()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["of the view", "before there is one"])
+def test_one_that_is_cut_off_before_connection_0_stands_is_noticed(
+    two: TwoLines, is_kept: bool
+) -> None:
+    """By both, though messages alone went to and fro; who is no member may come to be there yet."""
+    links = two.links
+    wait_until(lambda: two.stand() == [[1], [1]])
     for link in links if is_kept else ():
         link.readmit()
         link.hold([0, 1], 0)
     works = swap(groups_of(links), 1000)  # acknowledged over connection 0
-    line.is_open = False
-    line.cut()
+    two.cut()
     if is_kept:
         wait_until(lambda: all(links[m].is_lost((1 - m, 0)) for m in (0, 1)))
     else:
         time.sleep(5 * GRACE_SECONDS)
         assert not any(links[m].why_gone((1 - m, 0)) for m in (0, 1))
-    line.swallows, line.is_open = lambda *_: False, True
+    two.mend()
     for m in (0, 1):
         links[m].wait_for(1 - m, 0, 20)
     assert not any(links[m].why_gone((1 - m, 0)) for m in (0, 1))
     check(works)
-
-
-@pytest.mark.parametrize("is_kept", [True, False], ids=["of the view", "before there is one"])
-def test_one_that_is_cut_off_before_connection_0_stands_is_noticed(is_kept: bool) -> None:
-    """By both, though messages alone went to and fro; who is no member may come to be there yet."""
-    for attempt in range(20):  # the line may take either one first
-        with two_without(attempt % 2) as (links, line):
-            stand = [[*peer.connections] for link in links for peer in link._switch.peers.values()]
-            if stand == [[1], [1]]:
-                return cut_before_connection_0_stands(links, line, is_kept)
-    pytest.fail("connection 0 has stood each time")
 
 
 def test_a_member_that_a_view_has_left_out_is_not_kept() -> None:
