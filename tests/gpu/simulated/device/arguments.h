@@ -24,7 +24,7 @@ inline const std::set<std::string> TAKE_NUMBERS = {
 };
 inline const std::set<std::string> TAKE_INDICES = {"index", "index_put", "_index_put_impl"};
 
-// An operation's name without its namespace; `is_bare` leaves out the mark of writing in place, too.
+// An operation's name without its namespace; bare: without the mark of writing in place, too.
 inline std::string name_of(const c10::OperatorHandle& operation, bool is_bare) {
     std::string name = operation.schema().name();
     name = name.substr(name.find("::") + 2);

@@ -198,7 +198,9 @@ private:
                 results.push_back(to_device(value.toTensor()));
             } else if (value.isTensorList()) {
                 c10::List<Tensor> list;
-                for (const Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor));
+                for (const Tensor& tensor : value.toTensorVector()) {
+                    list.push_back(to_device(tensor));
+                }
                 results.push_back(list);
             } else {
                 results.push_back(value);
