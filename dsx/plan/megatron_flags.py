@@ -35,7 +35,7 @@ _SWITCHES = (
 )  # fmt: skip
 _WORDS = {  # with Megatron's defaults
     "moe-layer-freq": "1", "position-embedding-type": "learned_absolute",
-    "normalization": "LayerNorm", "cuda-graph-impl": "none", "recompute-granularity": "none",
+    "normalization": "LayerNorm", "cuda-graph-impl": "none",
 }  # fmt: skip
 _NUMBERS = {"make-vocab-size-divisible-by": 128, "moe-router-topk": 2}
 _UNKNOWN_VALUES: dict[str, tuple[str, ...]] = {  # with those that change nothing
