@@ -80,7 +80,7 @@ def patch(run: Run) -> None:
 class EndOfLoop:
     """Where a run is told to end, Megatron's loop saves and exits (training_end.py)."""
 
-    needs_callback, ends_elsewhere = False, True
+    needs_callback, ends_elsewhere, saves_when_asked = False, True, False
 
     def save(self, base: Path, tag: str) -> Path:
         """Refuse: another part of the script has asked for the end."""

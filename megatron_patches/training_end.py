@@ -128,8 +128,9 @@ class _Watch:
         if self._run.handle is not None:
             preemption = self._run.handle.preemption
             if preemption.is_saving:
-                is_saved = self._saves_to and self._run.saved_iteration == self._iteration
-                path = Path(self._saves_to) / tag_of(self._iteration) if is_saved else None
+                path = None
+                if self._saves_to and self._run.saved_iteration == self._iteration:
+                    path = Path(self._saves_to) / tag_of(self._iteration)
                 preemption.end_saved(path, time.monotonic() - self._saves_from)
             if self._all_leave:  # none takes its connections away before all have come here
                 self._run.handle.gather("exit")

@@ -46,11 +46,13 @@ def counts(manifest: Mapping[str, Any]) -> bool:
     return manifest.get("trouble") == "" and not manifest.get("is_doubtful")
 
 
-def take_away(directory: Path, tag: str) -> Path:
-    """Let a tag be none any more, at once; return what `delete_taken` deletes.
+def remove_tag(directory: Path, tag: str) -> None:
+    """Delete a tag of a cluster; killed meanwhile, it leaves nothing that looks complete."""
+    delete_taken(take_away(directory, tag))
 
-    Killed meanwhile, it leaves nothing that looks complete.
-    """
+
+def take_away(directory: Path, tag: str) -> Path:
+    """Let a tag be none any more, at once; return what `delete_taken` deletes."""
     path, removed = directory / tag, directory / f"{tag}{REMOVED}"
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(removed, ignore_errors=True)

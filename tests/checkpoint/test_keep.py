@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dsx.checkpoint.keep import delete_taken, superfluous, take_away
+from dsx.checkpoint.keep import remove_tag, superfluous
 from dsx.checkpoint.leftovers import begin_writing, end_writing
 from dsx.checkpoint.tags import begin_tag, complete_tags
 from dsx.training.keeping import Keeping
@@ -63,7 +63,7 @@ def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(tmp_path: 
     begin_tag(directory, "step20")
     assert [path.name for path in directory.iterdir()] == [".writing"]
     write(tmp_path, 0, 10)
-    delete_taken(take_away(directory, "step10"))
+    remove_tag(directory, "step10")
     assert list(directory.iterdir()) == []
 
 

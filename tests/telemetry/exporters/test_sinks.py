@@ -235,12 +235,12 @@ def test_a_sink_that_cannot_be_opened_is_not_tried_for_each_record(tmp_path: Pat
     assert len(tries) == 1
 
 
-def test_mlflow_holds_what_a_server_does_not_take_and_ends_its_run() -> None:
+def test_mlflow_holds_what_a_server_does_not_take_and_ends_its_run(tmp_path: Path) -> None:
     from dsx.telemetry.exporters import mlflow
 
     client = FlakyClient()
     entities = SimpleNamespace(Metric=lambda *metric: metric)
-    run = mlflow._Run(lambda tracking_uri: client, entities, Start(Path("a"), 0, None))
+    run = mlflow._Run(lambda tracking_uri: client, entities, Start(tmp_path, 0, None))
     run._logged_at = 0.0  # it is time
     with pytest.raises(ConnectionError):
         run.write({"step/loss": 1.0}, 1, 1.0)
