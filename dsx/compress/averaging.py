@@ -19,6 +19,7 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,16 +119,16 @@ class CodedMean:
         )
         self._bounds, self._owners = sizes.bounds, sizes.owners
 
-        def message(num_bytes: int) -> Tensor:
-            return buffers.zeros(num_bytes, dtype="uint8")
-
         self._outgoing = [
-            [message(size) for size in sizes.outgoing] for _ in range(max(opening.at_launch, 1))
+            [buffers.zeros(size, dtype="uint8") for size in sizes.outgoing]
+            for _ in range(max(opening.at_launch, 1))
         ]
-        self._incoming = [
-            [message(size) for size in sizes.incoming] for _ in range(num_clusters - 1)
-        ]
-        self._means = [message(size) for size in sizes.means]
+        # codes that come are used up when the first mean is made
+        came = buffers.zeros(sizes.bytes_come(num_clusters), dtype="uint8")
+        copies = _one_behind_another(came, sizes.incoming * (num_clusters - 1))
+        count = len(sizes.incoming)
+        self._incoming = [copies[k * count : (k + 1) * count] for k in range(num_clusters - 1)]
+        self._means = _one_behind_another(came, sizes.means)
         # a launch may be encoded while this channel's thread decodes another
         self._encoder = (
             wire.codec(numel, cpu, kernels, opening.encoding) if opening.at_launch else None
@@ -229,6 +230,12 @@ class CodedMean:
         for data in incoming[1:]:
             self._codec.decode_add(data, out)
         out.div_(self._seat.num_clusters)
+
+
+def _one_behind_another(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return parts of `memory` of so many bytes each."""
+    ends = accumulate(sizes, initial=0)
+    return [memory[start:stop] for start, stop in pairwise(ends)]
 
 
 def _encode(

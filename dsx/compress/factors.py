@@ -13,11 +13,14 @@ gets the same bits on any hardware. Larger ranks are summed in blocks, in order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from dsx.compress.owners import SCALE_BYTES, down_bytes, up_bytes
+from dsx.compress.owners import SCALE_BYTES, down_bytes, rows_added, up_bytes
 from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.compress.wire.parts import places_of
 from dsx.core.buffers import Buffers
 
 EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
@@ -26,7 +29,8 @@ EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
 class UpCodec:
     """Codes of `[rows, length]`, rows <= max_rows, on their way to the owner.
 
-    Values are scaled in work space of the role `room`, which no values to be coded lie in.
+    Values are scaled where they are, if they lie in a row; else in work space of the role `room`,
+    which none lie in, and where some rows at a time are decoded that do not stay as they are.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class UpCodec:
         return up_bytes(self._wire, rows, self._length)
 
     def encode(self, x: Tensor, out: Tensor, seed: int) -> None:
-        """Write the message of `x` `[rows, length]` to `out`."""
+        """Write the message of `x` `[rows, length]`, used up, to `out`."""
         rows = x.shape[0]
         if self._wire.is_exact:
             self._codec.encode(x.reshape(-1), out, seed)
@@ -57,28 +61,42 @@ class UpCodec:
         largest = x.abs().amax(dim=1)
         exponents = torch.frexp(largest).exponent.clamp(-126, 126)
         out[:rows].view(torch.int8).copy_(exponents)
-        scaled = self._work(self._room, tuple(x.shape))
+        scaled = x if x.is_contiguous() else self._work(self._room, tuple(x.shape))
         torch.ldexp(x, -exponents.unsqueeze(1), out=scaled)
         self._codec.encode(scaled.view(-1), out[rows:], seed)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Write the values of a message to `out` `[rows, length]`, part of a factor or whole."""
-        rows = out.shape[0]
-        values = out if out.is_contiguous() else self._work(self._room, tuple(out.shape))
-        if self._wire.is_exact:
-            self._codec.decode(data, values.view(-1))
-        else:
-            self._codec.decode(data[rows:], values.view(-1))
-            exponents = data[:rows].view(torch.int8).to(torch.int32)
-            torch.ldexp(values, exponents.unsqueeze(1), out=values)
-        if values is not out:
-            out.copy_(values)
+        if out.is_contiguous():
+            self._decode_rows(data, len(out), 0, out)
+            return
+        for rows, values in self._decoded(data, len(out)):
+            out[rows].copy_(values)
 
     def decode_add(self, data: Tensor, out: Tensor) -> None:
         """Add the values of a message to `out` `[rows, length]`."""
-        values = self._work(self._room, tuple(out.shape))
-        self.decode(data, values)
-        out.add_(values)
+        for rows, values in self._decoded(data, len(out)):
+            out[rows].add_(values)
+
+    def _decoded(self, data: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the values of some rows at a time, in work space."""
+        together = rows_added(self._wire, num_rows, self._length)
+        for start in range(0, num_rows, together):
+            rows = slice(start, min(start + together, num_rows))
+            values = self._work(self._room, (rows.stop - start, self._length))
+            self._decode_rows(data, num_rows, start, values)
+            yield rows, values
+
+    def _decode_rows(self, data: Tensor, num_rows: int, start: int, out: Tensor) -> None:
+        """Write the values of rows from `start` on, of a message of `num_rows`, to `out`."""
+        codes_at = 0 if self._wire.is_exact else num_rows
+        rows = slice(start, start + len(out))
+        bounds = (self._length * n for n in (num_rows, rows.start, rows.stop))
+        codes = [data[codes_at:][part] for part in places_of(self._wire, *bounds)]
+        self._codec.decode(codes[0] if len(codes) == 1 else torch.cat(codes), out.view(-1))
+        if not self._wire.is_exact:
+            exponents = data[rows].view(torch.int8).to(torch.int32)
+            torch.ldexp(out, exponents.unsqueeze(1), out=out)
 
 
 class DownCodec:

@@ -294,7 +294,7 @@ class LowRank(Quantized):
     ) -> Mapping[str, Sizes]:
         """Return what matrices work in."""
         work = self._factors(fragment, num_clusters, max_rank).work
-        return {role: np.full(num_clusters, size) for role, size in work.items()}
+        return {role: np.zeros(num_clusters, np.int64) + size for role, size in work.items()}
 
     def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
         """Return what pieces of matrices and their factors take."""

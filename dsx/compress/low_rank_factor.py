@@ -50,7 +50,10 @@ class Factor:
         self.rows = self.rank = 0
 
     def encode(self, factor: Tensor, rank: int, seed: int) -> None:
-        """Make the codes of this cluster's factor `[rows, length]`, of which `rank` come back."""
+        """Make the codes of this cluster's factor `[rows, length]`, of which `rank` come back.
+
+        The factor is used up.
+        """
         self.rows, self.rank = factor.shape[0], rank
         for index, (block, out) in enumerate(self._messages_up(self._sent, self.blocks)):
             part = factor[:, block.start : block.stop]

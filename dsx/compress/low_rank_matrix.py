@@ -3,8 +3,8 @@
 Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
 call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
 are used: in work space that all matrices of a rank take turns with (`Opening.turns`). There are two
-vectors of it: P and what it comes to lie in one, Q and what it is made of in the other, and one
-factor is scaled, to be coded, where the other would lie.
+vectors of it: P and what it comes to lie in one, Q and what it is made of in the other, and where
+the other would lie a block of one factor is scaled, and some rows of others' are decoded.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dsx.core.types import Slot
 
 CODES, SCALES = "q.", "q_scale."  # before a matrix's name, what it starts its next round from
+ADDED_NUMEL = 2**24  # elements of a factor that are decoded at a time, to be added: 64 MiB
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 EXPONENT_BYTES = 1  # per row, up
 SCALE_BYTES = 2  # per column, down
@@ -38,6 +40,15 @@ def two_sides(slot: Slot) -> tuple[int, int]:
 def up_bytes(wire: Wire, rows: int, length: int) -> int:
     """Return the size of a cluster's `rows` directions of `length`, on their way to the owner."""
     return (0 if wire.is_exact else rows * EXPONENT_BYTES) + wire.num_bytes(rows * length)
+
+
+def rows_added(wire: Wire, rows: int, length: int) -> int:
+    """Return how many of `rows` directions of `length` are decoded at a time, to be added.
+
+    As many as lie in a message by themselves: a number that its format may be cut at, or all.
+    """
+    step = wire.granularity // gcd(wire.granularity, length)
+    return min(rows, max(1, ADDED_NUMEL // (step * length)) * step)
 
 
 def down_bytes(is_exact: bool, rows: int, length: int) -> int:
@@ -108,12 +119,12 @@ def factor_sizes(max_rank: int, wire: Wire, owners: Owners, position: int) -> Fa
 
 class FactorBytes(NamedTuple):
     """What the matrices of a channel take: messages, by cluster, what probes have seen, and work
-    space by role.
+    space by role, by cluster.
     """
 
     messages: Sizes
     probes: int
-    work: Mapping[str, int]
+    work: Mapping[str, Sizes]
 
 
 def factor_bytes(
@@ -122,7 +133,7 @@ def factor_bytes(
     """Return what the matrices `(m, n, largest rank)` of a channel take, warm starts apart."""
     by_matrix = factor_owners(matrices, num_clusters, first)
     num_bytes = np.zeros(num_clusters, dtype=np.int64)
-    work, probes = dict[str, int](), 0
+    work, probes = dict[str, Sizes](), 0
     alike = Counter(zip(matrices, by_matrix, strict=True))
     for ((m, n, rank), owners), count in alike.items():
         rows = rank + NUM_PROBES
@@ -138,17 +149,30 @@ def factor_bytes(
         held = sizes.sent + sizes.mean_p + sizes.mean_q
         probes += count * 4 * NUM_PROBES * m
         num_bytes += count * (held + told + (num_clusters - 1) * received.max(axis=0))
-        scaled_p, scaled_q = (max(b.length for b in blocks) for blocks in (owners.p, owners.q))
-        most = max(rows * scaled_p, rank * scaled_q)
-        # each holds its factor, or of the other one a block that is scaled
+        # each holds its factor, or of the other one what is scaled, or added
         needed = {
-            "p": 4 * max(rows * m, rank * scaled_q), "q": 4 * rows * max(n, scaled_p),
-        }  # fmt: skip
+            "p": 4 * np.maximum(rows * m, _room(owners.q, wire, rank, num_clusters)),
+            "q": 4 * np.maximum(rows * n, _room(owners.p, wire, rows, num_clusters)),
+        }
+        longest_p, longest_q = (max(b.length for b in blocks) for blocks in (owners.p, owners.q))
+        most = max(rows * longest_p, rank * longest_q)
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
         codecs = [item for each in formats for item in each.work(most, kernels).items()]
         for role, size in (*needed.items(), *codecs):
-            work[role] = max(work.get(role, 0), size)
+            work[role] = np.maximum(work.get(role, 0), size)
     return FactorBytes(num_bytes, probes, work)
+
+
+def _room(blocks: Sequence[Block], wire: Wire, rows: int, num_clusters: int) -> Sizes:
+    """Return the elements in which a factor's blocks are scaled by all, unless it is whole, and
+    those of others are added by their owners, by cluster.
+    """
+    is_cut = len(blocks) > 1
+    found = np.full(num_clusters, rows * max(b.length for b in blocks) * is_cut, dtype=np.int64)
+    for block in blocks if num_clusters > 1 else ():
+        added = rows_added(wire, rows, block.length) * block.length
+        found[block.owner] = max(found[block.owner], added)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsx.compress.owners import NUM_PROBES
 
 PIECE_NUMEL = 2**24  # of a matrix at a time: 64 MiB; a row at least
-LOST_NUMEL = 2**27  # of what factors miss of a matrix, made anew at a time: 512 MiB; a row at least
+LOST_NUMEL = 2**26  # of what factors miss of a matrix, made anew at a time: 256 MiB; a row at least
 IN_FP64 = 4  # pieces so many times smaller take the same memory, with as many rows of a factor
 
 

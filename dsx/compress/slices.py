@@ -124,8 +124,11 @@ class CodedSizes(NamedTuple):
 
     def num_bytes(self, num_clusters: int, at_launch: int = 0) -> int:
         """Return what they take, with so many launches encoded at a time."""
-        outgoing = max(at_launch, 1) * sum(self.outgoing)
-        return outgoing + (num_clusters - 1) * sum(self.incoming) + sum(self.means)
+        return max(at_launch, 1) * sum(self.outgoing) + self.bytes_come(num_clusters)
+
+    def bytes_come(self, num_clusters: int) -> int:
+        """Return the room for what all others send, and then for the means, in its place."""
+        return max((num_clusters - 1) * sum(self.incoming), sum(self.means))
 
 
 def coded_sizes(
@@ -175,7 +178,8 @@ def coded_bytes(
         return np.full(num_clusters, (max(at_launch, 1) + num_clusters - 1) * size)
     lengths = mean_lengths(numel, wire, mean_wire, num_clusters)
     outgoing, means = (of_lengths(lengths, form.num_bytes) for form in (wire, mean_wire))
-    return max(at_launch, 1) * outgoing.sum() + means.sum() + (num_clusters - 1) * outgoing
+    come = np.maximum((num_clusters - 1) * outgoing, means.sum())
+    return max(at_launch, 1) * outgoing.sum() + come
 
 
 @lru_cache(maxsize=_KNOWN)

@@ -85,11 +85,6 @@ class HostCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def place(self, fragment: int, buffers: TransferBuffers) -> Tensor | None:
-        """Return where a contribution may be made that needs no copy; None where it needs one."""
-        is_there = self._stream is None and not self._matrix_gathers[fragment].is_needed
-        return buffers.sent if is_there else None
-
     def start(
         self,
         fragment: int,
@@ -100,25 +95,25 @@ class HostCopies:
     ) -> HostCopy:
         """Start bringing a contribution and its sideband to the transfer's buffers on the host.
 
-        The hash of the `anchor`, where it is one on an accelerator, goes the same way.
+        The hash of the `anchor`, where it is one on an accelerator, goes the same way. On a host
+        `contribution` is what is sent, there already.
 
-        Collective over the cluster's ranks where matrices are put together or a codec has state.
-        On an accelerator `contribution` must be memory of its own, not to be written again.
+        Collective over the cluster's ranks where a codec has state; where matrices are put
+        together, too, on an accelerator. There `contribution` `[numel]` is as the masters lie, and
+        must be memory of its own, not to be written again.
         """
         agreed: Callable[[], Tensor] | None = None
         if self._is_agreed:
             norm = torch.linalg.vector_norm(contribution)
             is_lost = ~(norm.isfinite() & sideband.isfinite().all())
             agreed = self._adapter.ranks.begin_max_over_ranks(is_lost.float().view(1))
-        gather, all_to_all = self._matrix_gathers[fragment], self._adapter.ranks.all_to_all
         if self._stream is None:
-            if contribution is not buffers.sent:
-                gather.to_wire(contribution, buffers.sent, all_to_all)
             buffers.posted.averages.copy_(sideband)
             return HostCopy(buffers, None, agreed, anchor, self._device)
+        gather = self._matrix_gathers[fragment]
         if gather.is_needed:
             staged = torch.empty(buffers.sent.numel(), device=self._device)
-            gather.to_wire(contribution, staged, all_to_all)
+            gather.to_wire(contribution, staged, self._adapter.ranks.all_to_all)
             contribution = staged
         # the penalty writes the sideband's own memory again, one step later, on the compute stream
         moved = [(contribution, buffers.sent), (sideband.clone(), buffers.posted.averages)]

@@ -29,6 +29,7 @@ from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, NotSent, Transfer
 from dsx.outer.whole_matrices import MatrixGather
+from dsx.outer.wire_parts import WireParts
 
 
 class Launches:
@@ -44,6 +45,7 @@ class Launches:
         adapter: EngineAdapter,
         state: StateStore,
         matrix_gathers: Sequence[MatrixGather],
+        parts: WireParts,
         recovery: Recovery,
         measurements: Measurements,
         attempts: Attempts,
@@ -56,6 +58,7 @@ class Launches:
         self._attempts = attempts
         self._places = attempts.places
         self._trace = trace
+        self._parts = parts
         self._due: dict[int, Transfer] = {}  # by fragment: launched, and not sent
         self._made: dict[int, Tensor | None] = {}  # of those: what is being made, None if copied
         self.contributions = Contributions(method, adapter, state)
@@ -117,7 +120,7 @@ class Launches:
         return transfer
 
     def applying(self, transfer: Transfer | NothingYet) -> Tensor | None:
-        """Return where the contribution of a launch that is due is to be made, fp32 `[numel]`, as
+        """Return where the contribution of a launch that is due is to be made, as it travels, as
         the mean of a transfer of the fragment is applied and used up there; None if none is due,
         or it has been made.
         """
@@ -126,7 +129,7 @@ class Launches:
         if due is None or fragment in self._made or not isinstance(transfer, Transfer):
             return None
         transfer.buffers.pass_on(due.buffers)
-        made = self._made[fragment] = self._place(fragment, due.buffers)
+        made = self._made[fragment] = due.buffers.sent
         return made
 
     def send(self, fragment: int) -> None:
@@ -184,14 +187,16 @@ class Launches:
         attempt.is_finite, attempt.anchor = copy.is_finite, copy.anchor
         transfer.contribution_norm = copy.norm
 
-    def _place(self, fragment: int, buffers: TransferBuffers) -> Tensor:
-        """Return where a contribution is made: the memory it is sent from, where it can be."""
-        made = self.host_copies.place(fragment, buffers)
-        return self._state.outgoing(fragment) if made is None else made
-
     def _contribute(self, fragment: int, buffers: TransferBuffers) -> Tensor:
-        """Return what a launch sends, `[numel]`."""
-        contribution = self._place(fragment, buffers)
-        for part in parts_of(contribution.numel(), self._state.device, self._method):
-            self.contributions.make(fragment, part, part.of(contribution), buffers.kept)
+        """Return what a launch sends: where it is sent from, or `[numel]` on an accelerator."""
+        device, kept = self._state.device, buffers.kept
+        if device.type != "cuda":
+            for there in self._parts.of(fragment, None, buffers.sent):
+                assert there.sent is not None
+                self.contributions.make(fragment, there.part, there.sent, kept)
+            return buffers.sent
+        # new every time: the copy to the host may still read the one before
+        contribution = torch.empty(self._state.numel(fragment), device=device)
+        for part in parts_of(contribution.numel(), device, self._method):
+            self.contributions.make(fragment, part, part.of(contribution), kept)
         return contribution

@@ -44,6 +44,7 @@ from dsx.outer.start import Start
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Totals, Transfer, sync_event
 from dsx.outer.whole_matrices import MatrixGather, plan_matrix_gathers
+from dsx.outer.wire_parts import WireParts
 
 Event = Mapping[str, Any]
 
@@ -89,9 +90,10 @@ class OuterLoop:
         self.at_launch: Callable[[Transfer], object] = lambda transfer: None
         self.before_change: Callable[[], object] = lambda: None  # of what all clusters share
         self.beginning = Start(method, adapter, transport, self.state)
+        parts = WireParts(method, adapter, self.matrix_gathers, self.state)
         self.launches = Launches(
-            method, adapter, self.state, self.matrix_gathers, self.recovery, self.measurements,
-            self.attempts, trace,
+            method, adapter, self.state, self.matrix_gathers, parts, self.recovery,
+            self.measurements, self.attempts, trace,
         )  # fmt: skip
         self.last_applied: dict[int, Transfer] = {}  # by fragment
         self._resuming: Resuming | None = None
@@ -105,7 +107,7 @@ class OuterLoop:
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(
             method, adapter, self.state, per_tensor, lambda: transport.seat.num_clusters,
-            self.deferral, self._ladder, self.launches,
+            self.deferral, self._ladder, self.launches, parts,
         )  # fmt: skip
 
     def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
@@ -323,11 +325,9 @@ class OuterLoop:
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
-        mean, norm, gather = mean_on_wire, transfer.buffers.mean_norm, self.matrix_gathers[fragment]
-        if gather.is_needed or self.state.device.type != mean.device.type:
-            mean, norm, arrival.is_used_up = self.state.whole(fragment, "mean"), None, True
-            gather.from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
-        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
+        if (norm := transfer.buffers.mean_norm) is None and parity.is_refused:
+            norm = torch.linalg.vector_norm(mean_on_wire)  # else it is taken with the step
+        arrival.report |= {} if norm is None else {"mean_norm": norm}
         seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
@@ -340,7 +340,7 @@ class OuterLoop:
             self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1
-            self.history.intervals[fragment], arrival.mean = transfer.interval, mean
+            self.history.intervals[fragment], arrival.mean = transfer.interval, mean_on_wire
         return waited_until
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:

@@ -47,7 +47,7 @@ from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer, slot_dtypes
 from dsx.outer.passing_on import passes_on
 from dsx.outer.sideband import sideband_shape
-from dsx.outer.work_space import travels_otherwise, work_lengths
+from dsx.outer.work_space import work_lengths
 
 StatePlace = Literal["masters", "host", "disk"]  # `state.device`
 _AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster", "factors")  # on no disk
@@ -124,7 +124,6 @@ def predict(
     is_on_accelerator: bool = False,
     is_on_disk: bool = False,
     factors_are_there: bool | None = None,
-    is_put_together: bool | None = None,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
@@ -132,7 +131,6 @@ def predict(
     `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
     `is_on_accelerator`: outer steps are taken there, where 32 MiB more are hashed at a time.
     `is_on_disk`: the state is. `factors_are_there`: on the accelerator; None: if outer steps are.
-    `is_put_together`: whether ranks put matrices together; None: if fragments travel otherwise.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -149,10 +147,7 @@ def predict(
     kept_of_sent = 0 if method.encodes_at_launch else buffers if is_on_disk else 1
     if passes_on(method, is_on_accelerator, is_on_disk):
         kept_of_sent = 0
-    if is_put_together is None:
-        is_put_together = travels_otherwise(fragments, on_the_wire)
-    places = is_on_accelerator, is_on_disk
-    worked_in = work_lengths(method, fragments, is_put_together, *places)
+    worked_in = work_lengths(method, fragments, is_on_accelerator, is_on_disk)
     longest = max((f.numel for f in fragments), default=0)
     if factors_are_there is None:
         factors_are_there = is_on_accelerator

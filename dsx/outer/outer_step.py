@@ -25,19 +25,19 @@ from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.deferral import Deferral
 from dsx.outer.launches import Launches
 from dsx.outer.outer_update import OuterUpdate
-from dsx.outer.parts import Part, joined, parts_of
+from dsx.outer.parts import Part, joined
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
+from dsx.outer.wire_parts import WirePart, WireParts
 from dsx.outer.work_space import says
 
 
 @dataclass
 class Arrival:
-    """A transfer that has come, with its mean `[numel]`; None if it was empty or is refused.
+    """A transfer that has come, with its mean as it travels; None if it was empty or is refused.
 
-    `is_used_up`: the mean is in work space, to be changed; else it stays as it came. `under_way`
-    are those launched after it. `report` takes numbers for the sync's record.
+    `under_way` are those launched after it. `report` takes numbers for the sync's record.
     """
 
     transfer: Transfer | NothingYet
@@ -45,7 +45,6 @@ class Arrival:
     under_way: Sequence[Transfer]
     report: dict[str, Tensor]
     timer: SpanTimer
-    is_used_up: bool = False
 
     @property
     def fragment(self) -> int:
@@ -66,11 +65,13 @@ class OuterStep:
         deferral: Deferral,
         ladder: Ladder,
         due: Launches,
+        parts: WireParts,
     ) -> None:
         self._method = method
         self._ladder = ladder
         self._deferral = deferral
         self._due = due
+        self._parts = parts
         self._adapter = adapter
         self._state = state
         self._per_tensor = per_tensor
@@ -85,20 +86,23 @@ class OuterStep:
         takes_step = arrival.mean is not None and self._method.outer_optimizer.keeps_anchor
         if takes_step:
             self._state.before_write(fragment)
-        numel, stays = self._adapter.fragments[fragment].numel, takes_step and self._stays(rule)
+        stays = takes_step and self._stays(rule)
         reports: list[dict[str, Tensor]] = []
-        made = self._due.applying(arrival.transfer)
-        for part in parts_of(numel, self._state.device, self._method, rule):
+        next_sent = self._due.applying(arrival.transfer)
+        for on_wire in self._parts.of(fragment, arrival.mean, next_sent, rule):
             reports.append({})
-            sent = None if made is None else self._contribute(fragment, part)
-            mean, out = self._mean_of(arrival, part, stays)
+            part = on_wire.part
+            sent = None if next_sent is None else self._contribute(fragment, part)
+            mean, out = self._mean_of(on_wire, stays)
+            if mean is not None and "mean_norm" not in arrival.report:
+                reports[-1]["mean_norm"] = torch.linalg.vector_norm(mean)
             step: Tensor | None = None
             if takes_step:  # outer parameters: Alg. 1, line 13
                 step = self._step_anchor(arrival, part, mean, out, history)
                 mean = step if out is not None else mean
             self._merge(arrival, part, mean, step, history, reports[-1])
-            if made is not None and sent is not None:  # the mean, which may lie there, is used up
-                part.of(made).copy_(sent)
+            if on_wire.sent is not None and sent is not None:  # the mean may lie there: it is used
+                on_wire.sent.copy_(sent)
         self._adapter.end_write(fragment)
         self._due.send(fragment)
         arrival.report |= joined(reports)
@@ -131,21 +135,16 @@ class OuterStep:
         place = self._work(part, "next")
         return self._due.contributions.make(fragment, part, place)
 
-    def _mean_of(
-        self, arrival: Arrival, part: Part, stays: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _mean_of(self, there: WirePart, stays: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return what has come of a part, and work space for its step if it `stays` as it is; else
         it is in work space itself.
         """
-        if arrival.mean is None:
-            return None, None
-        mean = part.of(arrival.mean)
-        if arrival.is_used_up:
-            return mean, None
-        work = self._work(part, "mean")
+        if there.mean is None or there.is_work:
+            return there.mean, None
+        work = self._work(there.part, "mean")
         if stays:
-            return mean, work
-        return work.copy_(mean), None
+            return there.mean, work
+        return work.copy_(there.mean), None
 
     def _stays(self, rule: OuterOptimizer) -> bool:
         """Whether a mean is given to the outer rule as it has come, and left so."""

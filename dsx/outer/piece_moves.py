@@ -1,9 +1,10 @@
 """Pieces of matrices on their way between the ranks of a cluster, a bounded part at a time.
 
 A fragment's pieces go in passes, each an all-to-all in which every rank has to do with as much as
-`MOVED_AT_A_TIME` elements each way, of every other rank an equal part. All fragments of a rank, and
-both ways, take turns with the vectors that pieces are packed into; what stays on its rank does not
-pass through them.
+`MOVED_AT_A_TIME` elements each way, of every other rank an equal part. What comes in a pass may be
+used, and others put in its place, which then go back to where those came from. All fragments of a
+rank, and both ways, take turns with the vectors that pieces are packed into; what stays on its rank
+does not pass through them.
 """
 
 from __future__ import annotations
@@ -93,23 +94,24 @@ class PieceMoves:
         self._buffers = buffers
         buffers.need(self._away.room, self._here.room)
 
-    def to_owners(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
-        """Bring the pieces in `x`, as masters lie, to `out` on the ranks of their matrices."""
-        away, here = self._buffers.vectors
-        for number in range(self._passes):
-            outgoing = self._away.pack(number, x, away)
-            incoming = self._here.places(number, here)
-            all_to_all(outgoing, incoming)
-            self._here.unpack(number, incoming, out)
+    def pieces(
+        self, mean: Tensor | None, sent: Tensor | None, all_to_all: AllToAll
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield where a piece lies on this rank, and its elements `[n]`, in turn.
 
-    def to_homes(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
-        """Bring them back from `mean`, as it has come, to `out`."""
+        They are of `mean`, as that lies with the owners, if there is one; what they are when the
+        next piece is asked for goes to the owners' `sent`, if there is one.
+        """
         away, here = self._buffers.vectors
         for number in range(self._passes):
-            outgoing = self._here.pack(number, mean, here)
-            incoming = self._away.places(number, away)
-            all_to_all(outgoing, incoming)
-            self._away.unpack(number, incoming, out)
+            own, theirs = self._away.places(number, away), self._here.places(number, here)
+            if mean is not None:
+                self._here.pack(number, mean, theirs)
+                all_to_all(theirs, own)
+            yield from self._away.pieces(number, own)
+            if sent is not None:
+                all_to_all(own, theirs)
+                self._here.unpack(number, theirs, sent)
 
 
 class _Streams:
@@ -131,23 +133,23 @@ class _Streams:
         ends = [*accumulate((stop - start for start, stop in bounds), initial=0)]
         return [vector[start:stop] for start, stop in pairwise(ends)]
 
-    def pack(self, number: int, x: Tensor, vector: Tensor) -> list[Tensor]:
-        """Return the same, filled with those of `x`."""
-        places = self.places(number, vector)
+    def pieces(self, number: int, places: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a pass by where they lie, with their elements among `places`."""
         for place, of_rank in zip(places, self._parts(number), strict=True):
             end = 0
             for offset, numel in of_rank:
-                place[end : end + numel].copy_(x[offset : offset + numel], non_blocking=True)
+                yield offset, place[end : end + numel]
                 end += numel
-        return places
+
+    def pack(self, number: int, x: Tensor, places: Sequence[Tensor]) -> None:
+        """Fill the places of a pass with elements of `x`."""
+        for offset, place in self.pieces(number, places):
+            place.copy_(x[offset : offset + place.numel()], non_blocking=True)
 
     def unpack(self, number: int, places: Sequence[Tensor], out: Tensor) -> None:
         """Write what has come of a pass to `out`."""
-        for place, of_rank in zip(places, self._parts(number), strict=True):
-            end = 0
-            for offset, numel in of_rank:
-                out[offset : offset + numel].copy_(place[end : end + numel])
-                end += numel
+        for offset, place in self.pieces(number, places):
+            out[offset : offset + place.numel()].copy_(place)
 
     def _parts(self, number: int) -> Iterator[list[Range]]:
         """Yield the parts of pieces that are in a pass, rank by rank."""

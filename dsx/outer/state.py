@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-import torch
 from torch import Tensor
 
 from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork, Turns
@@ -33,7 +32,7 @@ from dsx.outer.passing_on import passes_on
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.resources import Resources
 from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
-from dsx.outer.work_space import travels_otherwise, work_lengths
+from dsx.outer.work_space import work_lengths
 
 
 @dataclass
@@ -112,9 +111,8 @@ class StateStore:
         self.before_write: Callable[[int], object] = lambda fragment: None
         self._reopening = Lock()  # one channel at a time
         self._work_lengths = work_lengths(
-            method, fragments, travels_otherwise(fragments, on_the_wire),
-            adapter.device.type != "cpu", self.is_on_disk,
-        )  # fmt: skip
+            method, fragments, adapter.device.type != "cpu", self.is_on_disk
+        )
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.work_space("work_space")
 
@@ -180,6 +178,10 @@ class StateStore:
         """Whether this rank has anything of a fragment, as it lies or as it travels."""
         return self._numel[fragment] + self._wire_numel[fragment] > 0
 
+    def numel(self, fragment: int) -> int:
+        """Return how many elements of a fragment this rank has."""
+        return self._numel[fragment]
+
     def wire_numel(self, fragment: int) -> int:
         """Return how many elements of a fragment this rank sends."""
         return self._wire_numel[fragment]
@@ -200,16 +202,6 @@ class StateStore:
     def whole(self, fragment: int, purpose: str) -> Tensor:
         """Return a shared work vector, cut to the fragment's length."""
         return self.scratch(purpose, self._numel[fragment])
-
-    def outgoing(self, fragment: int) -> Tensor:
-        """Return where a contribution is made.
-
-        On an accelerator new memory every time: its copy to the host may still be reading when
-        the next fragment's is made.
-        """
-        if self.device.type == "cuda":
-            return torch.empty(self._numel[fragment], device=self.device)
-        return self.whole(fragment, "mean")
 
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""

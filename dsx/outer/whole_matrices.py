@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsx.core.buffers import Buffers
 from dsx.core.engine import EngineAdapter
@@ -31,6 +31,22 @@ if TYPE_CHECKING:  # what only plans is started without torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class WirePiece(NamedTuple):
+    """A row of elements of a fragment from `offset` on, and where they are of a mean, and of what
+    is sent: on the wire, or in copies (the same of both, where they pass between ranks).
+    """
+
+    offset: int
+    numel: int
+    mean: Tensor | None
+    sent: Tensor | None
+    is_copy: bool = False
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Return them of a vector as the masters lie: a view."""
+        return vector[self.offset : self.offset + self.numel]
 
 
 class MatrixGather:
@@ -52,7 +68,7 @@ class MatrixGather:
         self.is_needed = bool(moved)
         self._buffers = buffers
         self._moves = PieceMoves(_moves(layouts, moved, wires), rank, len(layouts), buffers)
-        self._kept = [*_kept(own, wires[rank], moved), *self._moves.stays]
+        self._kept = _joined([*_kept(own, wires[rank], moved), *self._moves.stays])
 
     @property
     def memory(self) -> Buffers:
@@ -66,25 +82,40 @@ class MatrixGather:
 
     def to_wire(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
-        if not self.is_needed:
-            out.copy_(x)
-            return
-        for offset, wire_offset, numel in self._kept:
-            out[wire_offset : wire_offset + numel].copy_(x[offset : offset + numel])
-        self._moves.to_owners(x, out, all_to_all)
+        for piece in self.pieces(None, out, all_to_all):
+            assert piece.sent is not None
+            piece.sent.copy_(piece.of(x))
 
     def from_wire(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write what came over the wire to `out` `[numel]`, as the masters lie.
 
         Without waiting for an accelerator: who writes to `mean` next waits for these copies.
         """
+        for piece in self.pieces(mean, None, all_to_all):
+            assert piece.mean is not None
+            piece.of(out).copy_(piece.mean, non_blocking=True)
+
+    def pieces(
+        self, mean: Tensor | None, sent: Tensor | None, all_to_all: AllToAll
+    ) -> Iterator[WirePiece]:
+        """Yield the fragment piece by piece, with its elements of vectors as they travel.
+
+        At the end `sent` has what was written to them meanwhile. Collective where it `is_needed`.
+        """
         if not self.is_needed:
-            out.copy_(mean, non_blocking=True)
+            yield WirePiece(0, self.wire.numel, mean, sent)
             return
-        for offset, wire_offset, numel in self._kept:
-            own = mean[wire_offset : wire_offset + numel]
-            out[offset : offset + numel].copy_(own, non_blocking=True)
-        self._moves.to_homes(mean, out, all_to_all)
+        for offset, place, numel in self._kept:
+            of_mean, of_sent = (row(x, place, place + numel) for x in (mean, sent))
+            yield WirePiece(offset, numel, of_mean, of_sent)
+        for offset, values in self._moves.pieces(mean, sent, all_to_all):
+            of_mean, of_sent = (None if x is None else values for x in (mean, sent))
+            yield WirePiece(offset, values.numel(), of_mean, of_sent, is_copy=True)
+
+
+def row(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """Return the elements from `start` to `stop` of a vector, if there is one."""
+    return None if x is None else x[start:stop]
 
 
 def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGather]:
@@ -186,6 +217,18 @@ def _kept(
     """Return `(offset, offset on the wire, numel)` of what is not moved."""
     places = {slot.name: slot.offset for slot in wire}
     return [(s.offset, places[s.name], s.numel) for s in own.layout if s.name not in moved]
+
+
+def _joined(kept: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return them in order, with those that follow each other in both places as one."""
+    found: list[tuple[int, int, int]] = []
+    for offset, place, numel in sorted(kept):
+        first, there, before = found[-1] if found else (0, 0, 0)
+        if (first + before, there + before) == (offset, place) and found:
+            found[-1] = (first, there, before + numel)
+        elif numel:
+            found.append((offset, place, numel))
+    return found
 
 
 def _moves(

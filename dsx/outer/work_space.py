@@ -2,8 +2,7 @@
 
 Where every policy does the same to each element, which it says of itself (`takes_parts`), a step
 is taken a part at a time (parts.py), and what it works in is as long as a part. It is as long as
-the longest fragment where a fragment is one part, where a mean has to be brought to where the
-masters are (or pieces of matrices to where they lie), and where what is measured is all of it.
+the longest fragment where a fragment is one part, and where what is measured is all of it.
 """
 
 from __future__ import annotations
@@ -48,29 +47,22 @@ def says(policy: object, flag: str) -> bool:
     return False
 
 
-def travels_otherwise(fragments: Sequence[Fragment], on_the_wire: Sequence[Fragment]) -> bool:
-    """Return whether a rank's fragments travel as other pieces than it holds."""
-    pairs = zip(fragments, on_the_wire, strict=True)
-    return any(own.layout != wire.layout for own, wire in pairs)
-
-
 def work_lengths(
     method: Method,
     fragments: Sequence[Fragment],
-    is_put_together: bool,
     is_on_accelerator: bool,
     is_on_disk: bool,
 ) -> dict[str, int]:
     """Return the elements of each vector that a rank works in, by purpose, fp32.
 
-    `fragments` are the rank's; `is_put_together`: ranks put together what travels;
-    `is_on_accelerator`: outer steps are taken there; `is_on_disk`: the state is.
+    `fragments` are the rank's; `is_on_accelerator`: outer steps are taken there; `is_on_disk`: the
+    state is.
     """
     whole = max((fragment.numel for fragment in fragments), default=0)
     part = part_length(whole, method, is_on_accelerator, method.outer_optimizer)
     sees_all = method.staleness.is_active or not method.outer_optimizer.keeps_anchor
     lengths = {
-        "mean": whole if is_on_accelerator or is_put_together else part,
+        "mean": part,
         "work": whole if sees_all else part,
     }
     is_elementwise = method.staleness.is_active and method.staleness.is_elementwise

@@ -295,10 +295,7 @@ class Search:
         num_tensors = [load.num_tensors for load in loads if load.stage == on_the_wire[0].stage]
         clusters = self.question.num_clusters
         own = fragments, num_tensors, on_the_wire
-        memory = predict(
-            method, *own, clusters, 0, is_on_accelerator,
-            is_put_together=self.question.model.puts_together(method.compression),
-        )  # fmt: skip
+        memory = predict(method, *own, clusters, 0, is_on_accelerator)
         sizes = [fragment.numel for fragment in fragments]
         together = max(sizes) if isinstance(method.schedule, Streaming) else sum(sizes)
         return memory, 4 * together

@@ -68,14 +68,6 @@ class PlannedModel:
         """The parameters that a token goes through, where experts are known; else all."""
         return self.numel if self.files is None else self.files.model.active_numel
 
-    def puts_together(self, compression: Compressor) -> bool:
-        """Whether ranks of a stage put matrices together; where it is not known, if any share."""
-        is_shared = self.ranks_per_stage > 1
-        if self.files is not None:
-            cluster = self.files.cluster
-            is_shared = cluster.shares_optimizer and cluster.shards > 1
-        return compression.needs_whole_matrices and is_shared
-
     def loads(self, fragmenter: Fragmenter, compression: Compressor) -> list[Load]:
         """Return every fragment of every stage, as its ranks send it."""
         found: list[Load] = []

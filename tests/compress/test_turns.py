@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsx.compress import owners
 from dsx.compress.base import Launch
+from dsx.compress.factors import UpCodec
 from dsx.compress.low_rank import LowRank
 from dsx.compress.low_rank_channel import LowRankChannel
+from dsx.compress.owners import rows_added
+from dsx.compress.wire.formats import FORMATS
 from dsx.core.buffers import Buffers, Opening, Turns
 from dsx.core.exchange import Exchange, next_round
 from dsx.core.membership import Seat
@@ -107,3 +112,29 @@ def test_factors_are_made_in_two_vectors(factor_wire: str) -> None:
     found = {role: t.numel() * t.element_size() for (role, _), t in buffers._work.items()}
     assert factor_wire == "int4" or found.keys() == {*"pq"}  # codes take a tile beside them
     assert {role: found[role] for role in "pq"} == {role: told[role] for role in "pq"}
+
+
+@pytest.mark.parametrize("wire", ["int4", "int8", "fp32"])
+@pytest.mark.parametrize("length", [96, 200, 128])
+def test_what_others_send_is_added_some_rows_at_a_time(
+    wire: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of all at once, also into columns of a factor, wherever a wire lets rows begin."""
+    format = FORMATS[wire]()
+    rows, x = 300, torch.randn(300, length)
+    buffers = Buffers()
+    codec = UpCodec(format, rows, length, "eager", buffers, "room")
+    data = torch.empty(codec.num_bytes(rows), dtype=torch.uint8)
+    codec.encode(x, data, 7)
+    whole, start = torch.empty(rows, length), torch.randn(rows, length)
+    codec.decode(data, whole)
+    step = format.granularity // math.gcd(format.granularity, length)
+    monkeypatch.setattr(owners, "ADDED_NUMEL", 3 * step * length)
+    assert rows_added(format, rows, length) == 3 * step < rows
+    added = start.clone()
+    codec.decode_add(data, added)
+    assert torch.equal(added, start + whole)
+    columns = torch.zeros(rows, length + 9)
+    codec.decode(data, columns[:, 4 : 4 + length])
+    assert torch.equal(columns[:, 4 : 4 + length], whole)
+    assert buffers.work("room", (0,)).untyped_storage().nbytes() == 4 * 3 * step * length

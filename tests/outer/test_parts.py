@@ -54,10 +54,7 @@ def test_parts_give_the_bits_of_whole_fragments(name: str, monkeypatch: pytest.M
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     for ours, theirs in zip(found.loops, expected.loops, strict=True):
         assert min(ours.history.rounds) >= 1
-        fragments, wires = ours.adapter.fragments, [g.wire for g in ours.matrix_gathers]
-        lengths = work_space.work_lengths(
-            ours.method, fragments, work_space.travels_otherwise(fragments, wires), False, False
-        )
+        lengths = work_space.work_lengths(ours.method, ours.adapter.fragments, False, False)
         used = {purpose: vector.numel() for purpose, vector in ours.state._scratch.items()}
         assert used == {purpose: lengths[purpose] for purpose in used}
         is_whole = ours.method.staleness.is_active or whole(ours.method)

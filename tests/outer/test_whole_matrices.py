@@ -96,6 +96,33 @@ def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int], at_a_time: i
             assert gather.memory.num_bytes == buffer_bytes([gather])
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 8000), min_size=1, max_size=4), st.sampled_from([777, 8000]))
+def test_a_mean_leaves_its_place_to_what_is_sent_next(cuts: list[int], at_a_time: int) -> None:
+    """Piece by piece: each element of a rank's comes once, and goes where its mean has been."""
+    layouts = shards(cuts)
+    values = {n: torch.randn(shape) for n, shape in WHOLES.items()}
+    with patch.object(piece_moves, "MOVED_AT_A_TIME", at_a_time):
+        gathers = [plan([[own] for own in layouts], r)[0] for r in range(len(layouts))]
+    wires = [flat(gather.wire, values) for gather in gathers]
+    seen = [torch.full_like(flat(layout, values), torch.nan) for layout in layouts]
+    visits = [torch.zeros_like(x) for x in seen]
+
+    def double(r: int, all_to_all: AllToAll) -> None:
+        for piece in gathers[r].pieces(wires[r], wires[r], all_to_all):
+            assert piece.mean is not None and piece.sent is not None
+            assert len(piece.mean) == len(piece.sent) == piece.numel > 0
+            piece.of(seen[r]).copy_(piece.mean)
+            piece.of(visits[r]).add_(1)
+            piece.sent.copy_(2 * piece.mean)
+
+    run_together([lambda all_to_all, r=r: double(r, all_to_all) for r in range(len(gathers))])
+    assert all((each == 1).all() for each in visits)
+    for layout, gather, own, wire in zip(layouts, gathers, seen, wires, strict=True):
+        assert torch.equal(own, flat(layout, values))
+        assert torch.equal(wire, 2 * flat(gather.wire, values))
+
+
 def elements_moved(own: Fragment, wire: Fragment) -> int:
     """What a rank sends, or receives, whichever is more."""
     here = {slot.name: slot.numel for slot in own.layout}
