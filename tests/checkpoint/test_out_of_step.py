@@ -19,8 +19,11 @@ Common = tuple[str, int] | None  # a start and a step
 
 @pytest.fixture(autouse=True)
 def on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: Path) -> None:
+        pass
+
     for module in (tags, written_again):
-        monkeypatch.setattr(module, "sync_to_disk", lambda path: None)
+        monkeypatch.setattr(module, "sync_to_disk", sync)
 
 
 class Run:
@@ -39,8 +42,10 @@ class Run:
         self.all = [self._keeping(m) for m in range(2)]
 
     def _keeping(self, cluster: int) -> Keeping:
-        members = lambda: self.members  # noqa: E731 - as they are then
-        return Keeping(self.board.of(cluster), members, True, self.keep, lambda path: None)
+        def forget(path: Path) -> None:
+            pass
+
+        return Keeping(self.board.of(cluster), lambda: self.members, True, self.keep, forget)
 
     def save(self, outcomes: str, steps: int = 4) -> None:
         """By cluster: s(aved), f(ailed), k(illed before), d(ied behind it, and told nobody)."""
