@@ -24,9 +24,11 @@ class CommonSaves:
         self._holders: dict[Save, set[int]] = {}
         self._needed: dict[Save, set[int]] = {}  # clusters that have to hold it, as they have told
         self._failed: dict[Save, set[int]] = {}
+        self._own: dict[Save, frozenset[int]] = {}  # this cluster's: who has to hold it
 
     def tell(self, save: Save, needed: Collection[int]) -> None:
         """Tell all that this cluster holds a save which so many clusters have to hold."""
+        self._own[save] = frozenset(needed)
         self._notices.post(_HELD, {"tag": save[0], "step": save[1], "members": [*needed]})
 
     def tell_failed(self, save: Save) -> None:
@@ -53,17 +55,17 @@ class CommonSaves:
         return common
 
     def failing(self, tag: str) -> Callable[[int], bool]:
-        """Return what says whether some cluster is known not to hold a name as of a step."""
+        """Return what says of a step whether a cluster that has to hold a name is known not to."""
         told: dict[int, set[int]] = {}
         for (name, step), holders in self._holders.items():
             for cluster in holders if name == tag else ():
                 told.setdefault(cluster, set()).add(step)
 
         def is_failing(step: int) -> bool:
-            failed = self._failed.get((tag, step), set[int]())
-            return any(cluster not in self._holders.get((tag, step), ()) for cluster in failed) or (
-                any(step not in steps and max(steps) > step for steps in told.values())
-            )
+            save = tag, step
+            lacking = {m for m, steps in told.items() if step not in steps and max(steps) > step}
+            lacking |= self._failed.get(save, set()) - self._holders.get(save, set())
+            return bool(lacking & self._own.get(save, lacking))
 
         return is_failing
 
@@ -74,6 +76,6 @@ class CommonSaves:
         """
         for kind in (_HELD, _FAILED):
             self._notices.take_back(kind, lambda told: told["step"] > step)
-        for known in (self._holders, self._needed, self._failed):
+        for known in (self._holders, self._needed, self._failed, self._own):
             for save in [save for save in known if save[1] > step]:
                 del known[save]

@@ -10,6 +10,7 @@ import pytest
 
 from dsx.checkpoint import tags, written_again
 from dsx.checkpoint.tags import complete_tags
+from dsx.training.common_saves import CommonSaves
 from dsx.training.keeping import Keeping
 from tests.checkpoint.test_keep import Board
 from tests.checkpoint.test_tags import chosen, write
@@ -249,3 +250,21 @@ def test_whatever_fails_and_whoever_dies_some_state_is_in_all_clusters(
             before = common
             num_common += common is not None
     assert num_common > 300
+
+
+def test_a_cluster_fails_in_what_it_has_to_hold_and_has_not_told_of_in_its_turn() -> None:
+    board = Board()
+    own, other = (CommonSaves(board.of(m), lambda: (0, 1)) for m in range(2))
+    own.tell(("last", 4), [0])  # while the other was away
+    for step in (8, 12):
+        own.tell(("last", step), [0, 1])
+    other.tell(("last", 12), [0, 1])
+    other.tell_failed(("last", 16))
+    own.tell(("last", 16), [0, 1])
+    assert own.hear() == [("last", 12)]
+    is_failing = own.failing("last")
+    assert [step for step in (4, 8, 12, 16) if is_failing(step)] == [8, 16]
+    other.tell(("last", 16), [0, 1])  # tried once more
+    assert own.hear() == [("last", 16)] and not own.failing("last")(16)
+    own.loaded(12)
+    assert not own.failing("last")(16) and own.failing("last")(8)
