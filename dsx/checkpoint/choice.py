@@ -50,14 +50,15 @@ def candidates(
     """
     good: list[Candidate] = []
     passed: list[Passed] = []
-    tags = offered(found)
-    for tag, manifest in newest_first(tags, None):
+    offers = offered(found)
+    for tag, manifest in newest_first(offers, None):
         sources, lacking = sources_of(found, base, tag, manifest)
         why = lacking if sources is None else _trouble(found, sources)
         if sources is None or why:
             passed.append(Passed(tag, manifest["step"], why, sources is None))
         else:
             good.append(Candidate(tag, manifest["step"], tuple(sources)))
+    tags = {tag for tag, _ in offers}
     for cluster, (own, _) in enumerate(found):
         for tag, manifest in own.items():
             if DAMAGED in manifest:

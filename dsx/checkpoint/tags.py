@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from dsx.checkpoint.checksums import (
 from dsx.checkpoint.leftovers import begin_writing, end_writing
 
 Manifests = Mapping[str, Mapping[str, Any]]  # by tag
+Offer = tuple[str, Mapping[str, Any]]  # a tag and its manifest
 
 
 class NotSaved(OSError):
@@ -165,15 +166,19 @@ def tags_of(reach: Sequence[Mapping[str, Any]], own: int, source: int) -> Manife
     return reach[0] if source == own else reach[1].get(str(source), {})
 
 
-def offered(found: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the manifests of what may be loaded: what cluster 0 has, or is said to have left."""
-    tags = dict(found[0][0])
-    for own, _ in found[1:]:
-        for tag, manifest in own.items():
-            is_without = 0 not in (manifest.get("members") or [0])
-            if is_without and tags.get(tag, {}).get("step", -1) < manifest["step"]:
-                tags[tag] = manifest
-    return tags
+def offered(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Offer]:
+    """Return what may be loaded: what cluster 0 has, and what the others have saved without it.
+
+    Cluster 0 may hold another state of the same name, which it has saved since it is back.
+    """
+    offers: list[Offer] = [*found[0][0].items()]
+    others = {
+        (tag, _content(manifest)): (tag, manifest)
+        for own, _ in reversed(found[1:])
+        for tag, manifest in own.items()
+        if 0 not in (manifest.get("members") or [0])
+    }
+    return offers + [*others.values()]
 
 
 def common_tag(
@@ -248,17 +253,13 @@ def require_readable(manifests: Manifests, wanted: str) -> None:
             )
 
 
-def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+def newest_first(offers: Iterable[Offer], wanted: str | None) -> list[Offer]:
     """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
     Of one step those of the finished model first.
     What a tag held before it was written again counts as that tag.
     """
-    fitting = [
-        e
-        for e in manifests.items()
-        if wanted in (None, e[0], name_of(e[0])) and DAMAGED not in e[1]
-    ]
+    fitting = [e for e in offers if wanted in (None, e[0], name_of(e[0])) and DAMAGED not in e[1]]
     return sorted(
         fitting,
         key=lambda e: (-e[1]["step"], not e[1].get("is_finished"), e[0].endswith(REPLACED)),

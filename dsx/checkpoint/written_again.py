@@ -8,33 +8,61 @@ another's saves fail, or come late, so never deletes the last that both have.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from dsx.checkpoint.checksums import DAMAGED, HELD, MANIFEST, REPLACED, read_manifest
 from dsx.checkpoint.tags import sync_to_disk
 
 
-def versions(directory: Path, tag: str) -> dict[str, int]:
-    """Return the steps of what is complete under the name of a tag, by folder, the last first."""
-    found: dict[str, int] = {}
+class Version(NamedTuple):
+    """What a tag holds, or held: of which step, and of which start of a run."""
+
+    step: int
+    session: str
+
+
+def versions(directory: Path, tag: str) -> dict[str, Version]:
+    """Return what is complete under the name of a tag, by folder, the last first."""
+    found: dict[str, Version] = {}
     for name in (tag, f"{tag}{REPLACED}", f"{tag}{HELD}"):
-        manifest = directory / name / MANIFEST
-        if manifest.is_file() and DAMAGED not in (told := read_manifest(manifest)):
-            found[name] = told["step"]
+        version = version_of(directory / name)
+        if version is not None:
+            found[name] = version
     return found
 
 
-def hold_back(directory: Path, tag: str, known: int | None) -> None:
+def version_of(path: Path) -> Version | None:
+    """Return what a folder holds; None where it is not complete, or its manifest is damaged."""
+    manifest = path / MANIFEST
+    if not manifest.is_file() or DAMAGED in (told := read_manifest(manifest)):
+        return None
+    return Version(told["step"], told.get("session", ""))
+
+
+def hold_back(
+    directory: Path,
+    tag: str,
+    known: Version | None,
+    before: Collection[Version] = (),
+    is_failing: Callable[[int], bool] = lambda step: False,
+) -> None:
     """Let what all clusters hold of a tag stay as that is written again; OSError.
 
-    `known`: of which step that is; None: not known, so the oldest that is there stays. Killed
-    meanwhile, what stays is complete under either name.
+    `known`: which that is. None: not known, so the first stays that this process has saved (what
+    was there `before` is not its own), unless `is_failing` says of its step that a cluster has none
+    of it; and where there is no such one, the oldest of before. Killed meanwhile, what stays is
+    complete under either name.
     """
-    steps = versions(directory, tag)
+    found = versions(directory, tag)
     replaced, held = f"{tag}{REPLACED}", f"{tag}{HELD}"
-    last = min(steps, key=lambda name: steps[name], default=tag)
     if known is not None:
-        last = next((name for name, step in steps.items() if step == known), held)
+        last = next((name for name, version in found.items() if version == known), held)
+    else:
+        older = [name for name in (held, replaced) if name in found]
+        own = [n for n in older if found[n] not in before and not is_failing(found[n].step)]
+        last = next(iter(own + [name for name in older if found[name] in before]), tag)
     if last == held:
         return
     _remove(directory / held)

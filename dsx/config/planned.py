@@ -23,7 +23,8 @@ class PlanConfig(BaseModel):
     model: _Text | None = None
     """The file of Megatron's flags that tells the model's sizes, which a DeepSpeed JSON does not,
     by its path from the folder of that JSON: "qwen_107b.flags". A run that trains another number
-    of parameters says so at its start; there the file need not be."""
+    of parameters says so at its start; there the file need not be. Megatron's own flags tell its
+    model, and a run of it is not compared."""
 
     ranks_per_cluster: int | None = Field(default=None, ge=1, le=10**6, examples=[80])
     """How many ranks a cluster has. A run whose clusters have another number says so at its

@@ -26,6 +26,7 @@ class Division(NamedTuple):
 
 
 WHOLE = Division()
+_LEAST_IN_BILLIONS = 10**8
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ class GPT:
     @property
     def in_words(self) -> str:
         """How many parameters it has, in words, and of experts how many a token goes through."""
+        if self.experts is None and self.numel < _LEAST_IN_BILLIONS:
+            return f"{self.numel / 1e6:.1f} M parameters"
         if self.experts is None:
             return f"{self.numel / 1e9:.1f} B parameters"
         return f"{self.numel / 1e9:.1f} B parameters, {self.active_numel / 1e9:.1f} B active"

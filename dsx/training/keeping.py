@@ -23,13 +23,13 @@ from dsx.checkpoint.checksums import HELD, MANIFEST, REPLACED, name_of, read_man
 from dsx.checkpoint.keep import counts, delete_taken, superfluous, take_away
 from dsx.checkpoint.places import Lies, by_cluster
 from dsx.checkpoint.tags import complete_tags
-from dsx.checkpoint.written_again import hold_back, put_back, versions
+from dsx.checkpoint.written_again import Version, hold_back, put_back, version_of, versions
+from dsx.training.common_saves import CommonSaves, Save
 from dsx.training.copying import Copying
 from dsx.training.notices import Notices
 from dsx.training.whole import Whole
 
 logger = logging.getLogger(__name__)
-_KIND = "saved"
 _DEADLINE_SECONDS = 60.0
 
 
@@ -58,8 +58,7 @@ class Keeping:
         forget: Callable[[Path], None],
         copying: Copying | None = None,
     ) -> None:
-        self._notices = notices
-        self._members = members
+        self._saves = CommonSaves(notices, members)
         self._is_first = is_first
         self._keep = keep
         self._forget = forget
@@ -70,12 +69,15 @@ class Keeping:
         self._put_off: list[_PutOff] = []
         self._is_over = False  # whether all clusters hold a library's last save
         self._begun = 0  # saves of the library's
-        self._numbers: dict[tuple[str, int], int] = {}  # of them, by tag and step
-        self._paths: dict[tuple[str, int], Path] = {}  # of this cluster, by tag and step
-        self._having: dict[tuple[str, int], set[int]] = {}  # clusters, by tag and step
+        self._numbers: dict[Save, int] = {}  # of them
+        self._paths: dict[Save, Path] = {}  # of this cluster
+        self._versions: dict[Save, Version] = {}
         self._common: dict[Path, dict[str, int]] = {}  # what all have: steps by folder and tag
         self._tried: dict[Path, set[int]] = {}  # saves that were begun: steps by folder
-        self._again: set[Path] = set()  # folders that are written again, and again
+        self._known: dict[Path, Version] = {}  # what all have, by the folder that was saved to
+        self._before: dict[Path, set[Version]] = {}  # what was there before this process saved
+        self._folders: dict[Path, Path] = {}  # by what was begun, what is told: a part's is whole
+        self._told_of: set[Path] = set()  # of which nothing is known to be common
         self._of_folders = threading.Lock()  # held while folders are given other names
         self._waiting: list[tuple[Path, int]] | None = None  # for the engine's own part
         self._thread: threading.Thread | None = None
@@ -118,21 +120,25 @@ class Keeping:
 
     def hold(self, path: Path, step: int) -> None:
         """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
-        is_nobodys = self._keep is None and self._copying is None and not self.is_of_library
-        if (is_nobodys and path.resolve() not in self._again) or not self._is_first:
+        if not self._is_first:
             return
         if self._waiting is not None:
             self._waiting.append((path, step))
             return
         manifest = path / MANIFEST  # none where a script saves by itself
-        if manifest.is_file() and counts(read_manifest(manifest)):
-            key = self.lies(path).tag, step
-            self._paths[key], self._numbers[key] = path, self._begun
-            if self._whole is not None:
-                self._again.add(path.resolve())  # from the next save there on
+        if manifest.is_file() and counts(told := read_manifest(manifest)):
+            save = self.lies(path).tag, step
+            self._paths[save], self._numbers[save] = path, self._begun
+            self._versions[save] = Version(step, told.get("session", ""))
             if self._copying is not None:
                 self._copying.saved(path, step)
-            self._notices.post(_KIND, {"tag": key[0], "step": step})
+            self._saves.tell(save, told.get("members") or range(told["num_clusters"]))
+
+    def failed(self, path: Path, step: int) -> None:
+        """Tell all clusters that this one has not saved there at this step."""
+        folder = self._folders.get(path)
+        if folder is not None and self._is_first:
+            self._saves.tell_failed((self.lies(folder).tag, step))
 
     @contextmanager
     def behind_engine(self) -> Generator[None, None, None]:
@@ -158,8 +164,8 @@ class Keeping:
         """Enter a checkpoint that all clusters have loaded; not what its tag holds besides."""
         # later steps are saved anew, here and elsewhere: what was of them makes none superfluous,
         # and what is still to be told of them is not of what has its name by then
-        self._notices.take_back(_KIND, lambda told: told["step"] > step)
-        self._having = {key: held for key, held in self._having.items() if key[1] <= step}
+        self._saves.loaded(step)
+        self._known = {of: known for of, known in self._known.items() if known.step <= step}
         for directory, common in self._common.items():
             self._common[directory] = {tag: of for tag, of in common.items() if of <= step}
         if self._copying is not None:
@@ -169,6 +175,8 @@ class Keeping:
             common.pop(name, None)
         self._tried = {of: {at for at in tried if at <= step} for of, tried in self._tried.items()}
         common[path.name] = step
+        if (version := version_of(path)) is not None:
+            self._known[(path.parent / tag).resolve()] = version
 
     def make_way(self, directory: Path, tag: str, step: int) -> bool:
         """Let what all clusters hold of a tag stay, which is about to be written, of this step.
@@ -177,17 +185,31 @@ class Keeping:
         delete it, and leave what other clusters may not have. Return whether it was so. On the
         first rank; OSError.
         """
-        path = directory / tag if self._whole is None else directory  # a part is told with others
+        path = directory / tag
+        folder = self._folders[path] = path if self._whole is None else directory
         with self._of_folders:
             was_put_back = self._put_back(directory, tag)
-            tried = self._tried.setdefault(path.resolve(), set())
-            tried.add(step)
-            # where its first save failed, too: others may have theirs of it
-            if self._whole is None and ((directory / tag).is_dir() or len(tried) > 1):
-                self._again.add(path.resolve())
-            if path.resolve() in self._again and len(versions(directory, tag)) > 1:
-                hold_back(directory, tag, self._common_in(path.parent).get(self.lies(path).tag))
+            self._tried.setdefault(folder.resolve(), set()).add(step)
+            found = {*versions(directory, tag).values()}
+            before = self._before.setdefault(path.resolve(), found)
+            if len(found) > 1:
+                known = self._known_of(path, folder)
+                hold_back(directory, tag, known, before, self._saves.failing(self.lies(folder).tag))
+                self._tell_of_unknown(path, known)
         return was_put_back
+
+    def _known_of(self, *paths: Path) -> Version | None:
+        known = [self._known[path.resolve()] for path in paths if path.resolve() in self._known]
+        return max(known, default=None)
+
+    def _tell_of_unknown(self, path: Path, known: Version | None) -> None:
+        held = path.with_name(f"{path.name}{HELD}")
+        if known is None and path not in self._told_of and (version := version_of(held)):
+            self._told_of.add(path)
+            logger.warning(
+                "%s is saved again before any of its saves is known to be in all clusters: what it "
+                "held of step %d stays as %s until one is", path, version.step, held.name,
+            )  # fmt: skip
 
     def _put_back(self, directory: Path, tag: str) -> bool:
         common, was_put_back = self._common_in(directory), False
@@ -206,19 +228,18 @@ class Keeping:
 
     def pass_boundary(self) -> None:
         """Listen; delete what is superfluous now."""
-        for notice in self._notices.due(_KIND):
-            key = (notice.payload["tag"], notice.payload["step"])
-            self._having.setdefault(key, set()).add(notice.cluster)
-            path = self._paths.get(key)
-            is_common = path is not None and self._having[key] >= {*self._members()}
-            if path is not None and is_common and self._is_held(path, key[1]):
-                common = self._common_in(path.parent)
-                common[key[0]] = key[1]
-                if self._keep is not None:
-                    self._begin(partial(self._delete, path.parent, {**common}))
-                if self._copying is not None:
-                    self._copying.held_by_all(path, key[1])
-                self._delete_put_off(self._numbers[key])
+        for save in self._saves.hear():
+            (tag, step), path = save, self._paths.get(save)
+            if path is None or not self._is_held(path, step):
+                continue
+            common = self._common_in(path.parent)
+            common[tag] = step
+            self._known[path.resolve()] = self._versions[save]
+            if self._keep is not None:
+                self._begin(partial(self._delete, path.parent, {**common}))
+            if self._copying is not None:
+                self._copying.held_by_all(path, step)
+            self._delete_put_off(self._numbers[save])
         if self._copying is not None:
             self._copying.pass_boundary()
 

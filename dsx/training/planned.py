@@ -19,7 +19,8 @@ def tell_of_plan(adapter: EngineAdapter, world: World, config: DsxConfig) -> Non
     """Compare the ranks of this cluster, and the parameters of its first stage, on its first rank.
 
     A model's file that is not there, or not to be seen, is passed over: a host that trains has no
-    need of it.
+    need of it. So is one beside an engine whose own flags tell the model, as Megatron's do: it is
+    of a DeepSpeed JSON.
     """
     plan = config.plan
     if world.rank:
@@ -30,6 +31,8 @@ def tell_of_plan(adapter: EngineAdapter, world: World, config: DsxConfig) -> Non
             "that it has",
             plan.ranks_per_cluster, world.world_size, _OF_ANOTHER,
         )  # fmt: skip
+    if getattr(adapter, "tells_model", False):
+        return
     if (file := plan.model_file()) is None:
         return
     try:

@@ -213,6 +213,7 @@ class Saving:
             if self.last == directory:
                 self.last, self.last_complete = self._before_last
         step = self._loop.history.step if step is None else step
+        self.keeping.failed(directory, step)
         self._records.not_saved(directory, step, why)
 
     def _completed(self, directory: Path, step: int) -> None:

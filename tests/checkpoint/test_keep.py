@@ -96,7 +96,7 @@ class Board:
 
     def __init__(self) -> None:
         self.posted: list[Due] = []
-        self.seen: dict[int, int] = {}
+        self.seen: dict[tuple[int, str], int] = {}
         self.taken_back: list[Due] = []
 
     def of(self, cluster: int) -> Any:
@@ -107,14 +107,17 @@ class Board:
                 board.posted.append(Due(0, kind, payload, cluster, 0))
 
             def due(self, kind: str) -> list[Due]:
-                first = board.seen.get(cluster, 0)
-                board.seen[cluster] = len(board.posted)
-                return [due for due in board.posted[first:] if due not in board.taken_back]
+                first = board.seen.get((cluster, kind), 0)
+                board.seen[cluster, kind] = len(board.posted)
+                fresh = [due for due in board.posted[first:] if due.kind == kind]
+                return [due for due in fresh if due not in board.taken_back]
 
             def take_back(self, kind: str, is_stale: Callable[[Any], bool]) -> None:
                 # a cluster takes back what it has posted itself, as the others do theirs
                 board.taken_back += [
-                    due for due in board.posted if due.cluster == cluster and is_stale(due.payload)
+                    due
+                    for due in board.posted
+                    if (due.cluster, due.kind) == (cluster, kind) and is_stale(due.payload)
                 ]
 
         return Own()
@@ -208,7 +211,7 @@ def test_a_deletion_that_fails_is_a_warning(
     board = Board()
     keeping = Keeping(board.of(0), lambda: (0,), True, 1, lambda path: None)
     for step in (10, 20):
-        write(tmp_path, 0, step)
+        write(tmp_path, 0, step, num_clusters=1)
         keeping.saved(tmp_path / "cluster_0" / f"step{step}", step)
 
     def refuse(self: Path, other: Path) -> Path:

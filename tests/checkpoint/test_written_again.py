@@ -11,7 +11,7 @@ import pytest
 
 from dsx.checkpoint.checksums import MANIFEST, name_of
 from dsx.checkpoint.tags import complete_tags
-from dsx.checkpoint.written_again import hold_back, versions
+from dsx.checkpoint.written_again import Version, hold_back, versions
 from dsx.training import keeping as keeping_module
 from dsx.training.keeping import Keeping
 from tests.checkpoint.test_keep import Board
@@ -31,7 +31,9 @@ class Clusters:
         for m in clusters:
             own = self.base / f"cluster_{m}"
             self.all[m].make_way(own, "last", step)
-            if not fails:
+            if fails:
+                self.all[m].failed(own / "last", step)
+            else:
                 write(self.base, m, step, tag="last")
                 self.all[m].saved(own / "last", step)
 
@@ -176,13 +178,15 @@ def test_what_is_held_back(known: int | None, left: Sequence[int], tmp_path: Pat
     own = tmp_path / "cluster_0"
     for step in (4, 8, 12):
         if step == 12:
-            hold_back(own, "last", 4)
+            hold_back(own, "last", Version(4, "a"))
         write(tmp_path, 0, step, tag="last")
-    assert versions(own, "last") == {"last": 12, "last.replaced": 8, "last.held.replaced": 4}
+    assert {name: version.step for name, version in versions(own, "last").items()} == {
+        "last": 12, "last.replaced": 8, "last.held.replaced": 4,
+    }  # fmt: skip
     assert {name_of(name) for name in versions(own, "last")} == {"last"}
-    hold_back(own, "last", known)
+    hold_back(own, "last", None if known is None else Version(known, "a"))
     write(tmp_path, 0, 16, tag="last")
-    assert sorted(versions(own, "last").values()) == left
+    assert sorted(version.step for version in versions(own, "last").values()) == left
     (own / "last" / MANIFEST).write_text("{")
     hold_back(own, "last", None)  # what cannot be read is passed over
-    assert "last" not in versions(own, "last") and 12 in versions(own, "last").values()
+    assert "last" not in versions(own, "last") and (12, "a") in versions(own, "last").values()

@@ -14,6 +14,8 @@ from dsx.config.files import ConfigError
 from dsx.config.flags import block_of_flags
 from dsx.config.planned import PlanConfig, planned_for
 from dsx.config.schema import load_config
+from dsx.examples.gpt import GPT, GPTConfig
+from dsx.plan.model_files import read_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
@@ -88,6 +90,9 @@ def test_who_plans_reads_it_where_no_option_says_otherwise(command: str, tmp_pat
 def test_what_is_not_told_is_named_with_both_ways_to_tell_it(tmp_path: Path) -> None:
     code, said = asked("memory", write(tmp_path, {}))
     assert code == 2 and "add --model FILE, with" in said and '"plan": {"model": FILE, ' in said
+    assert f"of a Megatron run give its flags, with --dsx-config {tmp_path}" in said
+    code, said = asked("memory", CONFIGS / "minimal.json")
+    assert code == 2 and "add --model FILE, with" in said and "Megatron run" not in said
     code, said = asked("memory", write(tmp_path, {"model": "sizes.flags"}))
     assert code == 2 and "add --ranks-per-cluster N, or" in said
     code, said = asked("memory", write(tmp_path, {"model": "gone.flags"}))
@@ -129,3 +134,20 @@ def test_a_name_that_no_file_can_have_is_a_file_that_is_not_there(tmp_path: Path
 def test_the_107_b_of_deepspeed_are_planned_as_they_are(name: str) -> None:
     code, said = asked("memory", CONFIGS / name, "--limit", "80")
     assert code == 0 and "107.2 B parameters; 2 clusters of 80 ranks" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("quickstart.json", "pipeline 1, data 2"),
+        ("quickstart_dilocox.json", "pipeline 1, data 2"),
+        ("quickstart_pipeline.json", "pipeline 2 by parameters, data 1"),
+        ("two_launchers.json", "pipeline 1, data 2"),
+    ],
+)
+def test_the_quickstarts_files_name_the_model_that_they_train(name: str, cut: str) -> None:
+    model = GPT(GPTConfig(sequence_length=128))
+    files = read_model(CONFIGS / name, None, None)
+    assert files.model.numel == model.num_parameters() and files.cluster.ranks == 2
+    code, said = asked("memory", CONFIGS / name)
+    assert code == 0 and f"3.3 M parameters; 2 clusters of 2 ranks (tensor 1, {cut})" in said

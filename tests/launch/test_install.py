@@ -61,7 +61,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: dict[str, Path]) -
     names = zipfile.ZipFile(built["wheel"]).namelist()
     metadata = f"dsx_train-{dsx.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"dsx", "megatron_patches", metadata}
-    assert {"dsx/py.typed", "dsx/examples/quickstart.json"} <= set(names)
+    examples = {f"dsx/examples/quickstart.{kind}" for kind in ("json", "flags")}
+    assert {"dsx/py.typed", *examples} <= set(names)
     assert "dsx/compress/wire/native/kernels.abi3.so" in names  # for every Python
     assert built["wheel"].name.split("-")[2:4] == ["cp310", "abi3"]
     in_tree = {str(file.relative_to(ROOT)) for file in (ROOT / "dsx").rglob("*.py")}

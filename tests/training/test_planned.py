@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import dsx
+from dsx.config.schema import load_config
+from dsx.core.types import ParameterShape, Stage
+from dsx.training.planned import tell_of_plan
 from tests.bench.test_dry_run_seconds import LARGE, document, flags_of, module
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
@@ -42,6 +46,29 @@ def said(kind: str, plan: dict[str, Any]) -> list[str]:
     """What the ranks together warn of."""
     found = run_distributed(say_at_the_start, RANKS, kind, plan, timeout_seconds=120)
     return [line for of_rank in found for line in of_rank]
+
+
+@pytest.mark.parametrize("tells_model", [False, True])
+def test_a_run_whose_own_flags_tell_the_model_is_not_compared(
+    tells_model: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slice of a tensor-parallel rank, whose other slices the JSON knows nothing of."""
+    sizes = tmp_path / "sizes.flags"
+    sizes.write_text(flags_of(LARGE))
+    block = {"preset": "diloco", "clusters": {"num_clusters": 2}, "plan": {"model": str(sizes)}}
+    shape = ParameterShape("weight.slice_0", (8, 8))
+    adapter: Any = SimpleNamespace(stage=Stage(), fragment_parameters=[[shape]])
+    adapter.tells_model = tells_model
+    world: Any = SimpleNamespace(rank=0, world_size=2)
+    tell_of_plan(adapter, world, load_config({"dsx": block}))
+    assert any("and the run trains 64" in line for line in caplog.messages) != tells_model
+
+
+@needs("megatron")
+def test_megatrons_flags_tell_its_model() -> None:
+    from dsx.engines.megatron.engine import MegatronAdapter
+
+    assert MegatronAdapter.tells_model
 
 
 @needs("deepspeed")

@@ -15,9 +15,11 @@ def show(run: DryRun, console: Console) -> None:
     cluster, config, record = run.files.cluster, run.config, run.record()
     is_mixture = run.files.model.experts is not None
     active = f", {run.active_parameters / 1e9:.4g} B active" if is_mixture else ""
+    is_small = run.parameters < 10**8 and not is_mixture
+    count, unit = (run.parameters / 1e6, "M") if is_small else (run.parameters / 1e9, "B")
     _say(
         console,
-        f"{run.parameters / 1e9:.4g} B parameters{active}; {run.num_clusters} clusters of "
+        f"{count:.4g} {unit} parameters{active}; {run.num_clusters} clusters of "
         f"{cluster.ranks} ranks ({cluster}); {config.preset}, outer state {config.state.where}",
     )
     named = f": pipeline stages {', '.join(map(str, run.built))}" if len(run.stages) > 1 else ""

@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 class MegatronAdapter(MultiRankAdapter):
     """One rank's masters inside Megatron's optimizer; creating it is collective in the cluster."""
 
+    tells_model = True  # by flags of its own, whatever `dsx.plan` names
+
     def __init__(
         self,
         chunks: Sequence[Any],

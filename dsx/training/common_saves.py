@@ -1,0 +1,81 @@
+"""Which saves all clusters hold, and which one has failed in, as they tell beside transfers.
+
+A save is known by its name and its step. All hear the same at one boundary (notices.py), so all
+come to the same. A cluster tells of its saves in their order: one that has told of a later save of
+a name and not of an earlier one does not hold that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from dsx.training.notices import Notices
+
+Save = tuple[str, int]  # name and step
+_HELD, _FAILED = "saved", "unsaved"
+
+
+class CommonSaves:
+    """One rank's part; `members` are the clusters that train."""
+
+    def __init__(self, notices: Notices, members: Callable[[], Collection[int]]) -> None:
+        self._notices = notices
+        self._members = members
+        self._holders: dict[Save, set[int]] = {}
+        self._needed: dict[Save, set[int]] = {}  # clusters that have to hold it, as they have told
+        self._failed: dict[Save, set[int]] = {}
+        self._own: dict[Save, frozenset[int]] = {}  # this cluster's: who has to hold it
+
+    def tell(self, save: Save, needed: Collection[int]) -> None:
+        """Tell all that this cluster holds a save which so many clusters have to hold."""
+        self._own[save] = frozenset(needed)
+        self._notices.post(_HELD, {"tag": save[0], "step": save[1], "members": [*needed]})
+
+    def tell_failed(self, save: Save) -> None:
+        """Tell all that this cluster has none of that name and step."""
+        self._notices.post(_FAILED, {"tag": save[0], "step": save[1]})
+
+    def hear(self) -> list[Save]:
+        """Return what all hold by what has come since the last call, in an order that all share.
+
+        That is who trained when it was saved, and who trains now.
+        """
+        for notice in self._notices.due(_FAILED):
+            save = notice.payload["tag"], notice.payload["step"]
+            self._failed.setdefault(save, set()).add(notice.cluster)
+        common: list[Save] = []
+        for notice in self._notices.due(_HELD):
+            save = notice.payload["tag"], notice.payload["step"]
+            holders = self._holders.setdefault(save, set())
+            holders.add(notice.cluster)
+            needed = self._needed.setdefault(save, set())
+            needed.update(notice.payload.get("members", ()))
+            if holders >= needed | {*self._members()}:
+                common.append(save)
+        return common
+
+    def failing(self, tag: str) -> Callable[[int], bool]:
+        """Return what says of a step whether a cluster that has to hold a name is known not to."""
+        told: dict[int, set[int]] = {}
+        for (name, step), holders in self._holders.items():
+            for cluster in holders if name == tag else ():
+                told.setdefault(cluster, set()).add(step)
+
+        def is_failing(step: int) -> bool:
+            save = tag, step
+            lacking = {m for m, steps in told.items() if step not in steps and max(steps) > step}
+            lacking |= self._failed.get(save, set()) - self._holders.get(save, set())
+            return bool(lacking & self._own.get(save, lacking))
+
+        return is_failing
+
+    def loaded(self, step: int) -> None:
+        """Take that all go on from a checkpoint of this step: what was told of later ones is void.
+
+        On all ranks of all clusters.
+        """
+        for kind in (_HELD, _FAILED):
+            self._notices.take_back(kind, lambda told: told["step"] > step)
+        for known in (self._holders, self._needed, self._failed, self._own):
+            for save in [save for save in known if save[1] > step]:
+                del known[save]
