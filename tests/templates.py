@@ -22,6 +22,8 @@ from multiprocessing import connection, forkserver, popen_forkserver, reduction,
 from typing import Any
 from unittest import mock
 
+from tests.garbage import COLLECTS_AFTER
+
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
 
@@ -49,6 +51,7 @@ def preload(
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
     gc.collect()
     gc.freeze()  # what is shared with the ranks is not theirs to collect
+    gc.set_threshold(*COLLECTS_AFTER)
 
 
 _started: dict[str, list[Any]] = {}  # the two templates by engine
