@@ -46,12 +46,20 @@ def preload(
             importlib.import_module(name)
     if last is not None:
         last()
+    _read_a_configuration()
     environment_of_imports.update(dict(os.environ.items() - before.items()))
     if dist.is_initialized() or threading.active_count() > 1:
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
     gc.collect()
     gc.freeze()  # what is shared with the ranks is not theirs to collect
     gc.set_threshold(*COLLECTS_AFTER)
+
+
+def _read_a_configuration() -> None:
+    """Have the models made that choices are read with, a twentieth of a second for each rank."""
+    from dsx.config.schema import load_config
+
+    load_config({"dsx": {"preset": "streaming_diloco", "clusters": {"num_clusters": 2}}})
 
 
 _started: dict[str, list[Any]] = {}  # the two templates by engine
