@@ -22,7 +22,7 @@ from multiprocessing import connection, forkserver, popen_forkserver, reduction,
 from typing import Any
 from unittest import mock
 
-from tests.garbage import COLLECTS_AFTER
+from tests.garbage import COLLECTS_AFTER, not_collecting
 
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
@@ -35,18 +35,20 @@ def preload(
     *names: str, first: Callable[[], None] | None = None, last: Callable[[], None] | None = None
 ) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
-    import torch.distributed as dist  # who lends templates needs no torch
+    with not_collecting():
+        import torch.distributed as dist  # who lends templates needs no torch
 
     os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts threads where its compiler is imported
     before = dict(os.environ)
-    if first is not None:
-        first()
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if last is not None:
-        last()
-    _read_a_configuration()
+    with not_collecting():
+        if first is not None:
+            first()
+        for name in names:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+        if last is not None:
+            last()
+        _read_a_configuration()
     environment_of_imports.update(dict(os.environ.items() - before.items()))
     if dist.is_initialized() or threading.active_count() > 1:
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
