@@ -22,6 +22,8 @@ from multiprocessing import connection, forkserver, popen_forkserver, reduction,
 from typing import Any
 from unittest import mock
 
+from tests.garbage import COLLECTS_AFTER, not_collecting
+
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
 
@@ -33,22 +35,33 @@ def preload(
     *names: str, first: Callable[[], None] | None = None, last: Callable[[], None] | None = None
 ) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
-    import torch.distributed as dist  # who lends templates needs no torch
+    with not_collecting():
+        import torch.distributed as dist  # who lends templates needs no torch
 
     os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts threads where its compiler is imported
     before = dict(os.environ)
-    if first is not None:
-        first()
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if last is not None:
-        last()
+    with not_collecting():
+        if first is not None:
+            first()
+        for name in names:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+        if last is not None:
+            last()
+        _read_a_configuration()
     environment_of_imports.update(dict(os.environ.items() - before.items()))
     if dist.is_initialized() or threading.active_count() > 1:
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
     gc.collect()
     gc.freeze()  # what is shared with the ranks is not theirs to collect
+    gc.set_threshold(*COLLECTS_AFTER)
+
+
+def _read_a_configuration() -> None:
+    """Have the models made that choices are read with, a twentieth of a second for each rank."""
+    from dsx.config.schema import load_config
+
+    load_config({"dsx": {"preset": "streaming_diloco", "clusters": {"num_clusters": 2}}})
 
 
 _started: dict[str, list[Any]] = {}  # the two templates by engine

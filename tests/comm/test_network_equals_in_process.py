@@ -48,6 +48,7 @@ def train(
 
 
 PRESETS = [*CASES]
+FIRST, SECOND = PRESETS[::2], PRESETS[1::2]  # by default each over one of the two
 COMBINATIONS = [name for name in ALL_CASES if name not in CASES]
 
 
@@ -105,8 +106,10 @@ LINK = {"transport": "link"}
 @pytest.mark.parametrize(
     ("names", "num_clusters", "link"),
     [
-        pytest.param(PRESETS, 2, {}, id="presets"),
-        pytest.param(PRESETS, 2, LINK, id="presets over links"),
+        pytest.param(FIRST, 2, {}, id="presets"),
+        pytest.param(SECOND, 2, LINK, id="presets over links"),
+        pytest.param(SECOND, 2, {}, marks=pytest.mark.ci, id="other presets"),
+        pytest.param(FIRST, 2, LINK, marks=pytest.mark.ci, id="other presets over links"),
         pytest.param(COMBINATIONS, 2, {}, marks=pytest.mark.ci, id="combinations"),
         pytest.param(COMBINATIONS, 2, LINK, marks=pytest.mark.ci, id="combinations over links"),
         pytest.param(PRESETS, 3, {}, marks=pytest.mark.ci, id="presets with three clusters"),

@@ -30,21 +30,21 @@ NUM_STEPS = 14  # more than three outer rounds of H = 4
 KINDS = [
     Kind(0),
     Kind(1, groups="two"),
-    Kind(1, groups="two", optimizer="adamw", preset="co2"),  # norms of tensors that are sharded
-    Kind(1, groups="two", optimizer="adamw", preset="eager"),
-    Kind(1, optimizer="adamw", preset="dilocox"),
     Kind(2, groups="two", zero=("offload",)),
     Kind(3, groups="two", optimizer="json"),
     Kind(3, optimizer="adamw", preset="cocodc"),  # norms of fragments that are sharded
-    Kind(3, groups="two", zero=("sub_groups", "some_persistent", "no_overlap")),
     Kind(3, groups="frozen", preset="diloco", zero=("some_persistent",)),
     Kind(1, groups="two", optimizer="adamw", preset="dreamddp"),  # launched in the backward
-    Kind(2, preset="dreamddp", zero=("offload",)),
     Kind(0, "bf16", groups="two", optimizer="fused"),
     Kind(1, "bf16+fp32", groups="two"),
     Kind(3, "bf16", groups="two", zero=("sub_groups", "some_persistent")),
 ]
 MORE = [  # other combinations of the same
+    Kind(1, groups="two", optimizer="adamw", preset="co2"),  # norms of tensors that are sharded
+    Kind(1, groups="two", optimizer="adamw", preset="eager"),
+    Kind(1, optimizer="adamw", preset="dilocox"),
+    Kind(3, groups="two", zero=("sub_groups", "some_persistent", "no_overlap")),
+    Kind(2, preset="dreamddp", zero=("offload",)),
     Kind(0, preset="co2"),  # norms of tensors whose copies are shared out
     Kind(1, groups="two", zero=("round_robin",)),
     Kind(2, groups="two", zero=("aligned",)),

@@ -44,11 +44,13 @@ NUM_STEPS = 14  # more than three outer rounds of H = 4 on every stage
 KINDS = [
     Kind(0),
     Kind(0, is_tied=True, groups="two", preset="eager"),
-    Kind(1, groups="two", preset="co2"),
     Kind(1, is_tied=True, groups="two", optimizer="adamw"),
+    Kind(1, groups="two", optimizer="adamw", preset="dreamddp"),
+]
+FURTHER = [
+    Kind(1, groups="two", preset="co2"),
     Kind(1, "bf16+fp32", is_tied=True),
     Kind(0, is_tied=True, preset="dreamddp"),  # launched in the last micro-batch's backward
-    Kind(1, groups="two", optimizer="adamw", preset="dreamddp"),
 ]
 MORE = [
     Kind(0, is_tied=True),
@@ -353,10 +355,14 @@ def test_equals_the_reference(kind: Kind, outcomes: list[dict[str, Any]]) -> Non
     check(kind, [rank["kinds"][KINDS.index(kind)] for rank in outcomes])
 
 
-@pytest.mark.slow
-def test_more_kinds_equal_the_reference() -> None:
-    trained = run_distributed(train_kinds, 4, MORE, timeout_seconds=280)
-    for index, kind in enumerate(MORE):
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(FURTHER, marks=pytest.mark.ci), pytest.param(MORE, marks=pytest.mark.slow)],
+    ids=["further", "more"],
+)
+def test_more_kinds_equal_the_reference(kinds: list[Kind]) -> None:
+    trained = run_distributed(train_kinds, 4, kinds, timeout_seconds=280)
+    for index, kind in enumerate(kinds):
         check(kind, [rank[index] for rank in trained])
 
 

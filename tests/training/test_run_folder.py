@@ -17,6 +17,7 @@ from dsx.telemetry.trace.parts import trace_path
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, quiet, train_step
 from tests.installed import needs
+from tests.levels import by_default
 from tests.telemetry.trace.runs import records
 from tests.tiny import batch
 
@@ -159,7 +160,10 @@ def test_another_run_takes_nothing_away(run: Path) -> None:
     assert "started 2 times" in invoke("report", second)
 
 
-@pytest.mark.parametrize("inside", [".", "checkpoints", f"checkpoints/cluster_1/step{SAVED}"])
+@pytest.mark.parametrize(
+    "inside",
+    by_default([".", "checkpoints", ONE_TAG := f"checkpoints/cluster_1/step{SAVED}"], ".", ONE_TAG),
+)
 def test_commands_take_the_folder_or_what_is_in_it(run: Path, inside: str, tmp_path: Path) -> None:
     path = run / inside
     printed = invoke("report", path)
