@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.garbage import COLLECTS_AFTER
 from tests.templates import borrow_templates, lend_templates
 
 hypothesis.settings.register_profile("dsx", deadline=None)  # on a busy machine all take longer
@@ -65,7 +64,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # a million objects of libraries that no later collection need look through
-    gc.set_threshold(*COLLECTS_AFTER)
 
 
 @pytest.hookimpl(optionalhook=True)

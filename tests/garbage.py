@@ -1,16 +1,14 @@
-"""How often Python looks for cyclic garbage, of which tests make little."""
+"""When Python does not look for cyclic garbage."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-
-COLLECTS_AFTER = (20_000, 20, 20)  # objects of tests and ranks, where Python says (700, 10, 10)
 
 
 @contextmanager
-def not_collecting() -> Iterator[None]:
+def not_collecting() -> Generator[None, None, None]:
     """Make objects that stay, e.g. syntax trees: each look through them takes longer than the last.
 
     Parsing all sources takes three times as long with collections as without.

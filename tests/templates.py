@@ -22,7 +22,7 @@ from multiprocessing import connection, forkserver, popen_forkserver, reduction,
 from typing import Any
 from unittest import mock
 
-from tests.garbage import COLLECTS_AFTER, not_collecting
+from tests.garbage import not_collecting
 
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
@@ -54,7 +54,6 @@ def preload(
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
     gc.collect()
     gc.freeze()  # what is shared with the ranks is not theirs to collect
-    gc.set_threshold(*COLLECTS_AFTER)
 
 
 def _read_a_configuration() -> None:
