@@ -1,8 +1,9 @@
 """What a tag held before it was written again: for clusters that have not got as far.
 
 `<tag>.replaced` is what it held last. `<tag>.held.replaced` is older: what all clusters are known
-to hold of it, where they are not known to hold anything later. A cluster that saves on while
-another's saves fail, or come late, so never deletes the last that both have.
+to hold of it, where they are not known to hold anything later, or, where nothing is known, what
+they most likely hold (`hold_back`). A cluster that saves on while another's saves fail, or come
+late, so keeps the last that both have.
 """
 
 from __future__ import annotations

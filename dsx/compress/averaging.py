@@ -124,11 +124,11 @@ class CodedMean:
             for _ in range(max(opening.at_launch, 1))
         ]
         # codes that come are used up when the first mean is made
-        came = buffers.zeros(sizes.bytes_come(num_clusters), dtype="uint8")
-        copies = _one_behind_another(came, sizes.incoming * (num_clusters - 1))
+        received = buffers.zeros(sizes.received_bytes(num_clusters), dtype="uint8")
+        copies = _one_behind_another(received, sizes.incoming * (num_clusters - 1))
         count = len(sizes.incoming)
         self._incoming = [copies[k * count : (k + 1) * count] for k in range(num_clusters - 1)]
-        self._means = _one_behind_another(came, sizes.means)
+        self._means = _one_behind_another(received, sizes.means)
         # a launch may be encoded while this channel's thread decodes another
         self._encoder = (
             wire.codec(numel, cpu, kernels, opening.encoding) if opening.at_launch else None

@@ -293,8 +293,7 @@ class LowRank(Quantized):
         self, fragment: Fragment, num_clusters: int, max_rank: int
     ) -> Mapping[str, Sizes]:
         """Return what matrices work in."""
-        work = self._factors(fragment, num_clusters, max_rank).work
-        return {role: np.zeros(num_clusters, np.int64) + size for role, size in work.items()}
+        return self._factors(fragment, num_clusters, max_rank).work
 
     def side_work(self, fragment: Fragment, max_rank: int) -> Mapping[str, int]:
         """Return what pieces of matrices and their factors take."""

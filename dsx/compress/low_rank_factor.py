@@ -22,7 +22,7 @@ class Factor:
 
     `max_rows` are sent at most. `messages`, uint8, one block behind another: what is sent, what
     comes of the blocks owned (a row for each other cluster), and the means. `roles` of work space:
-    where its values lie, and where they are scaled.
+    where its values lie, and where they are scaled, and others' decoded.
     """
 
     def __init__(

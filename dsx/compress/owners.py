@@ -159,7 +159,8 @@ def factor_bytes(
         formats = (wire, of_sums(wire)) if owners.is_cut else (wire,)
         codecs = [item for each in formats for item in each.work(most, kernels).items()]
         for role, size in (*needed.items(), *codecs):
-            work[role] = np.maximum(work.get(role, 0), size)
+            before = work.setdefault(role, np.zeros_like(num_bytes))
+            work[role] = np.maximum(before, size)
     return FactorBytes(num_bytes, probes, work)
 
 

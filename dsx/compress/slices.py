@@ -124,9 +124,9 @@ class CodedSizes(NamedTuple):
 
     def num_bytes(self, num_clusters: int, at_launch: int = 0) -> int:
         """Return what they take, with so many launches encoded at a time."""
-        return max(at_launch, 1) * sum(self.outgoing) + self.bytes_come(num_clusters)
+        return max(at_launch, 1) * sum(self.outgoing) + self.received_bytes(num_clusters)
 
-    def bytes_come(self, num_clusters: int) -> int:
+    def received_bytes(self, num_clusters: int) -> int:
         """Return the room for what all others send, and then for the means, in its place."""
         return max((num_clusters - 1) * sum(self.incoming), sum(self.means))
 
@@ -178,8 +178,8 @@ def coded_bytes(
         return np.full(num_clusters, (max(at_launch, 1) + num_clusters - 1) * size)
     lengths = mean_lengths(numel, wire, mean_wire, num_clusters)
     outgoing, means = (of_lengths(lengths, form.num_bytes) for form in (wire, mean_wire))
-    come = np.maximum((num_clusters - 1) * outgoing, means.sum())
-    return max(at_launch, 1) * outgoing.sum() + come
+    received = np.maximum((num_clusters - 1) * outgoing, means.sum())
+    return max(at_launch, 1) * outgoing.sum() + received
 
 
 @lru_cache(maxsize=_KNOWN)

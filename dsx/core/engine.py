@@ -100,6 +100,11 @@ class EngineAdapter(Protocol):
         ...
 
     @property
+    def tells_model(self) -> bool:
+        """Whether flags of its own tell the model's sizes, as Megatron's do."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where outer state lives: with the masters, or on the host if that was asked for."""
         ...

@@ -134,6 +134,8 @@ class Masters:
 class MastersAdapter:
     """The part of an adapter (core/engine.py) that follows from its rank's masters alone."""
 
+    tells_model: bool = False
+
     def _hold(self, masters: Masters, device: torch.device, keeps_state_on_host: bool) -> None:
         """Take the masters, which are on `device`."""
         self._masters = masters

@@ -315,19 +315,18 @@ class OuterLoop:
 
     def _receive(self, transfer: Transfer, arrival: Arrival) -> float:
         """Wait for a mean and check it, into `arrival`; return until when it was waited for."""
-        fragment, mean_on_wire = transfer.fragment, transfer.pending.wait()
+        fragment, mean = transfer.fragment, transfer.pending.wait()
         attempt, parity = transfer.attempt, transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
         places = self.transport.seat.membership.places
         told = attempt.notes or transfer.pending.notes
-        self.guard.look(fragment, mean_on_wire, parity, places)
+        self.guard.look(fragment, mean, parity, places)
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
-        if (norm := transfer.buffers.mean_norm) is None and parity.is_refused:
-            norm = torch.linalg.vector_norm(mean_on_wire)  # else it is taken with the step
-        arrival.report |= {} if norm is None else {"mean_norm": norm}
+        if (norm := transfer.buffers.mean_norm) is not None or parity.is_refused:  # else later
+            arrival.report["mean_norm"] = torch.linalg.vector_norm(mean) if norm is None else norm
         seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
@@ -340,7 +339,7 @@ class OuterLoop:
             self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1
-            self.history.intervals[fragment], arrival.mean = transfer.interval, mean_on_wire
+            self.history.intervals[fragment], arrival.mean = transfer.interval, mean
         return waited_until
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:

@@ -139,7 +139,7 @@ class OuterStep:
         """Return what has come of a part, and work space for its step if it `stays` as it is; else
         it is in work space itself.
         """
-        if there.mean is None or there.is_work:
+        if there.mean is None or there.is_in_work_space:
             return there.mean, None
         work = self._work(there.part, "mean")
         if stays:

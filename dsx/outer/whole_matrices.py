@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class WirePiece(NamedTuple):
-    """A row of elements of a fragment from `offset` on, and where they are of a mean, and of what
+    """A range of a fragment from `offset` on, and where they are of a mean, and of what
     is sent: on the wire, or in copies (the same of both, where they pass between ranks).
     """
 
@@ -106,14 +106,14 @@ class MatrixGather:
             yield WirePiece(0, self.wire.numel, mean, sent)
             return
         for offset, place, numel in self._kept:
-            of_mean, of_sent = (row(x, place, place + numel) for x in (mean, sent))
+            of_mean, of_sent = (cut(x, place, place + numel) for x in (mean, sent))
             yield WirePiece(offset, numel, of_mean, of_sent)
         for offset, values in self._moves.pieces(mean, sent, all_to_all):
             of_mean, of_sent = (None if x is None else values for x in (mean, sent))
             yield WirePiece(offset, values.numel(), of_mean, of_sent, is_copy=True)
 
 
-def row(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+def cut(x: Tensor | None, start: int, stop: int) -> Tensor | None:
     """Return the elements from `start` to `stop` of a vector, if there is one."""
     return None if x is None else x[start:stop]
 

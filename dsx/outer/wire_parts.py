@@ -1,8 +1,8 @@
 """The parts of a fragment, each beside its elements of what travels.
 
 What a launch sends is written there, and a mean is read there, one part after another (parts.py),
-so neither is anywhere else in full: where ranks put matrices together, a part is what lies in a row
-of a piece, as pieces pass from where matrices are to where masters are, and back. Where a step
+so neither is anywhere else in full: where ranks put matrices together, a part is a range of a
+piece, as pieces pass from where matrices are to where masters are, and back. Where a step
 needs all of a fragment at once, and where the state is on an accelerator, it is one part, in work
 space.
 """
@@ -19,7 +19,7 @@ from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterOptimizer
 from dsx.outer.parts import Part, parts_of
 from dsx.outer.state import StateStore
-from dsx.outer.whole_matrices import MatrixGather, WirePiece, row
+from dsx.outer.whole_matrices import MatrixGather, WirePiece, cut
 from dsx.outer.work_space import is_cut, part_length
 
 
@@ -27,14 +27,14 @@ from dsx.outer.work_space import is_cut, part_length
 class WirePart:
     """A part, with its elements of a mean, and where those of what is sent go, `[part.numel]`.
 
-    Either may be None, and both the same memory. `is_work`: the mean is in work space, to be
-    changed; else it is to stay as it came.
+    Either may be None, and both the same memory. `is_in_work_space`: the mean is, to be changed;
+    else it is to stay as it came.
     """
 
     part: Part
     mean: Tensor | None
     sent: Tensor | None
-    is_work: bool = False
+    is_in_work_space: bool = False
 
 
 class WireParts:
@@ -78,7 +78,7 @@ class WireParts:
                     has_any = True
                     yield _part_of(piece, start, min(start + longest, piece.numel))
             if not has_any:
-                yield WirePart(Part(0, 0), row(mean, 0, 0), row(sent, 0, 0))
+                yield WirePart(Part(0, 0), cut(mean, 0, 0), cut(sent, 0, 0))
 
     def _in_one(
         self, fragment: int, mean: Tensor | None, sent: Tensor | None
@@ -89,7 +89,7 @@ class WireParts:
         if mean is not None:
             gather.from_wire(mean, whole, all_to_all)
         of_mean, of_sent = (None if x is None else whole for x in (mean, sent))
-        yield WirePart(Part(0, whole.numel()), of_mean, of_sent, is_work=True)
+        yield WirePart(Part(0, whole.numel()), of_mean, of_sent, is_in_work_space=True)
         if sent is not None:
             gather.to_wire(whole, sent, all_to_all)
 
@@ -99,4 +99,4 @@ class WireParts:
 
 def _part_of(piece: WirePiece, start: int, stop: int) -> WirePart:
     part = Part(piece.offset + start, piece.offset + stop)
-    return WirePart(part, row(piece.mean, start, stop), row(piece.sent, start, stop), piece.is_copy)
+    return WirePart(part, cut(piece.mean, start, stop), cut(piece.sent, start, stop), piece.is_copy)

@@ -172,7 +172,9 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     ranks = ranks or planned.ranks_per_cluster
     if model_flags is None:
         is_bare = document.keys() <= {"dsx"}  # as Megatron's launch takes it
-        instead = f"; of a Megatron run give its flags, with --dsx-config {source}, instead"
+        instead = (
+            f"; of a Megatron run give the file of its flags, with --dsx-config {source} in it"
+        )
         raise ValueError(
             f"{source} does not tell the model: add --model FILE, with Megatron's flags for its "
             'sizes, and --ranks-per-cluster N, or "plan": {"model": FILE, "ranks_per_cluster": N} '

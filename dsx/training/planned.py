@@ -31,7 +31,7 @@ def tell_of_plan(adapter: EngineAdapter, world: World, config: DsxConfig) -> Non
             "that it has",
             plan.ranks_per_cluster, world.world_size, _OF_ANOTHER,
         )  # fmt: skip
-    if getattr(adapter, "tells_model", False):
+    if adapter.tells_model:
         return
     if (file := plan.model_file()) is None:
         return

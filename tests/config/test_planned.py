@@ -90,7 +90,7 @@ def test_who_plans_reads_it_where_no_option_says_otherwise(command: str, tmp_pat
 def test_what_is_not_told_is_named_with_both_ways_to_tell_it(tmp_path: Path) -> None:
     code, said = asked("memory", write(tmp_path, {}))
     assert code == 2 and "add --model FILE, with" in said and '"plan": {"model": FILE, ' in said
-    assert f"of a Megatron run give its flags, with --dsx-config {tmp_path}" in said
+    assert f"of a Megatron run give the file of its flags, with --dsx-config {tmp_path}" in said
     code, said = asked("memory", CONFIGS / "minimal.json")
     assert code == 2 and "add --model FILE, with" in said and "Megatron run" not in said
     code, said = asked("memory", write(tmp_path, {"model": "sizes.flags"}))

@@ -33,15 +33,15 @@ def module_name(path: Path) -> str:
     return ".".join(p for p in parts if p != "__init__")
 
 
-Rules = ast.Import | ast.ImportFrom | ast.FunctionDef
+Looked = ast.Import | ast.ImportFrom | ast.FunctionDef
 
 
 @functools.cache
-def nodes() -> dict[Path, list[Rules]]:
+def nodes() -> dict[Path, list[Looked]]:
     """The imports and functions of each file, wherever in it they stand."""
     with not_collecting():
         return {
-            path: [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, Rules)]
+            path: [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, Looked)]
             for path in FILES
         }
 

@@ -30,6 +30,7 @@ NUM_STEPS = 14  # more than three outer rounds of H = 4
 KINDS = [
     Kind(0),
     Kind(1, groups="two"),
+    Kind(1, optimizer="adamw", preset="dilocox"),
     Kind(2, groups="two", zero=("offload",)),
     Kind(3, groups="two", optimizer="json"),
     Kind(3, optimizer="adamw", preset="cocodc"),  # norms of fragments that are sharded
@@ -42,7 +43,6 @@ KINDS = [
 MORE = [  # other combinations of the same
     Kind(1, groups="two", optimizer="adamw", preset="co2"),  # norms of tensors that are sharded
     Kind(1, groups="two", optimizer="adamw", preset="eager"),
-    Kind(1, optimizer="adamw", preset="dilocox"),
     Kind(3, groups="two", zero=("sub_groups", "some_persistent", "no_overlap")),
     Kind(2, preset="dreamddp", zero=("offload",)),
     Kind(0, preset="co2"),  # norms of tensors whose copies are shared out

@@ -262,7 +262,7 @@ def test_a_stage_of_one_layer_is_planned_with_one_fragment_and_told(tmp_path: Pa
 
 
 def test_the_107_b_stay_within_24_gib_of_a_host_and_13_with_twice_the_ranks(tmp_path: Path) -> None:
-    """In bf16 and int8; the file is the paper's else, which needs 29.5 and 16.4 GiB."""
+    """In bf16 and int8; the file is the paper's else, which needs 29.5 and 16.3 GiB."""
     shipped, paper = CONFIGS / "qwen_107b.flags", CONFIGS / "paper/dilocox/qwen_107b_tp8_pp10.flags"
     words = read_words(shipped)
     at = words.index("--dsx-outer-optimizer-state-dtype")
@@ -276,4 +276,4 @@ def test_the_107_b_stay_within_24_gib_of_a_host_and_13_with_twice_the_ranks(tmp_
         stage = Stage(0, stages)
         rank = plan_stage(plan.model, plan.cluster, stage, plan.config, plan.batch)
         most.append(round(rank.outer_on_host / 2**30, 2))
-    assert most == [23.05, 12.98, 29.48, 16.37]
+    assert most == [22.91, 12.84, 29.46, 16.35]
