@@ -13,6 +13,7 @@ from dsx.training.notices import Notices
 
 Save = tuple[str, int]  # name and step
 _HELD, _FAILED = "saved", "unsaved"
+_MOST_RANGES = 128  # that a notice has room for
 
 
 class CommonSaves:
@@ -23,13 +24,15 @@ class CommonSaves:
         self._members = members
         self._holders: dict[Save, set[int]] = {}
         self._needed: dict[Save, set[int]] = {}  # clusters that have to hold it, as they have told
+        self._ranges: dict[Save, list[list[tuple[int, int]]]] = {}  # of which those are made
         self._failed: dict[Save, set[int]] = {}
         self._own: dict[Save, frozenset[int]] = {}  # this cluster's: who has to hold it
 
     def tell(self, save: Save, needed: Collection[int]) -> None:
         """Tell all that this cluster holds a save which so many clusters have to hold."""
         self._own[save] = frozenset(needed)
-        self._notices.post(_HELD, {"tag": save[0], "step": save[1], "members": [*needed]})
+        told = {"tag": save[0], "step": save[1], "members": _ranges_of(needed)}
+        self._notices.post(_HELD, told)
 
     def tell_failed(self, save: Save) -> None:
         """Tell all that this cluster has none of that name and step."""
@@ -49,8 +52,12 @@ class CommonSaves:
             holders = self._holders.setdefault(save, set())
             holders.add(notice.cluster)
             needed = self._needed.setdefault(save, set())
-            needed.update(notice.payload.get("members", ()))
-            if holders >= needed | {*self._members()}:
+            told = [(first, last) for first, last in notice.payload.get("members", ())]
+            if told not in (before := self._ranges.setdefault(save, [])):  # as most tell the same
+                before.append(told)
+                needed.update(m for first, last in told for m in range(first, last + 1))
+            is_long_enough = len(holders) >= len(needed)  # spares the sets below while few hold it
+            if is_long_enough and holders >= needed | {*self._members()}:
                 common.append(save)
         return common
 
@@ -76,6 +83,17 @@ class CommonSaves:
         """
         for kind in (_HELD, _FAILED):
             self._notices.take_back(kind, lambda told: told["step"] > step)
-        for known in (self._holders, self._needed, self._failed, self._own):
+        for known in (self._holders, self._needed, self._ranges, self._failed, self._own):
             for save in [save for save in known if save[1] > step]:
                 del known[save]
+
+
+def _ranges_of(clusters: Collection[int]) -> list[tuple[int, int]]:
+    """Return clusters as ranges, first and last of each; of very many, with what lies between."""
+    found: list[tuple[int, int]] = []
+    for cluster in sorted(clusters):
+        if found and (cluster == found[-1][1] + 1 or len(found) == _MOST_RANGES):
+            found[-1] = found[-1][0], cluster
+        else:
+            found.append((cluster, cluster))
+    return found

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dsx.checkpoint import tags, written_again
 from dsx.checkpoint.tags import complete_tags
+from dsx.config.sections import MOST_CLUSTERS
+from dsx.outer.notices import NoticeCarrier
 from dsx.training.common_saves import CommonSaves
 from dsx.training.keeping import Keeping
+from dsx.training.notices import Notices
 from tests.checkpoint.test_keep import Board
 from tests.checkpoint.test_tags import chosen, write
 
@@ -109,6 +115,22 @@ class Run:
 
     def count(self, cluster: int) -> int:
         return len(complete_tags(self.base / f"cluster_{cluster}"))
+
+
+@pytest.mark.parametrize("lost", [[], [5], range(0, MOST_CLUSTERS, 2)], ids=["all", "one", "half"])
+def test_the_word_of_a_save_fits_however_many_clusters_there_are(
+    lost: Collection[int], tmp_path: Path
+) -> None:
+    """Of all but one that is lost, and of every other one, where those between have to hold it."""
+    trained = sorted({*range(MOST_CLUSTERS)} - {*lost})
+    ranks: Any = SimpleNamespace(shard=(0, 1))
+    carrier = NoticeCarrier(ranks)
+    saves = CommonSaves(Notices(carrier, (0, 0), 1, None), lambda: trained)
+    saves.tell(("last", 4), trained)  # raises nothing
+    (told,) = [notice.payload["members"] for notice in carrier._unsaid]
+    found = {m for first, last in told for m in range(first, last + 1)}
+    assert found >= {*trained} and len(told) <= 128
+    assert len(lost) > 1 or found == {*trained}
 
 
 @pytest.mark.parametrize("keep", [None, 1])
