@@ -2,17 +2,19 @@
 
 A save is known by its name and its step. All hear the same at one boundary (notices.py), so all
 come to the same. A cluster tells of its saves in their order: one that has told of a later save of
-a name and not of an earlier one does not hold that.
+a name and not of an earlier one does not hold that. One that is back from a loss has heard nothing
+of before, so the others tell it what all held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+from dsx.checkpoint.written_again import Version
 from dsx.training.notices import Notices
 
 Save = tuple[str, int]  # name and step
-_HELD, _FAILED = "saved", "unsaved"
+_HELD, _FAILED, _COMMON = "saved", "unsaved", "common"
 _MOST_RANGES = 128  # that a notice has room for
 
 
@@ -27,6 +29,8 @@ class CommonSaves:
         self._ranges: dict[Save, list[list[tuple[int, int]]]] = {}  # of which those are made
         self._failed: dict[Save, set[int]] = {}
         self._own: dict[Save, frozenset[int]] = {}  # this cluster's: who has to hold it
+        self._met: set[int] = set()  # who trained at the last boundary
+        self._told: dict[str, Version] = {}  # by name: what others have said that all held
 
     def tell(self, save: Save, needed: Collection[int]) -> None:
         """Tell all that this cluster holds a save which so many clusters have to hold."""
@@ -38,14 +42,28 @@ class CommonSaves:
         """Tell all that this cluster has none of that name and step."""
         self._notices.post(_FAILED, {"tag": save[0], "step": save[1]})
 
+    def tell_who_is_back(self, known: Callable[[], Mapping[str, Version]]) -> None:
+        """Tell what all held, by name, where clusters train that did not at the last boundary."""
+        before, self._met = self._met, {*self._members()}
+        for name, (step, session) in known().items() if before and self._met - before else ():
+            self._notices.post(_COMMON, {"tag": name, "step": step, "session": session})
+
+    def said_of(self, name: str) -> Version | None:
+        """Return what others have said that all held of a name, before this cluster came back."""
+        return self._told.get(name)
+
     def hear(self) -> list[Save]:
         """Return what all hold by what has come since the last call, in an order that all share.
 
-        That is who trained when it was saved, and who trains now.
+        All are those who trained when it was saved: a load goes on from it without the others.
         """
         for notice in self._notices.due(_FAILED):
             save = notice.payload["tag"], notice.payload["step"]
             self._failed.setdefault(save, set()).add(notice.cluster)
+        for notice in self._notices.due(_COMMON):
+            version = Version(notice.payload["step"], notice.payload["session"])
+            name = notice.payload["tag"]
+            self._told[name] = max(version, self._told.get(name, version))
         common: list[Save] = []
         for notice in self._notices.due(_HELD):
             save = notice.payload["tag"], notice.payload["step"]
@@ -57,7 +75,7 @@ class CommonSaves:
                 before.append(told)
                 needed.update(m for first, last in told for m in range(first, last + 1))
             is_long_enough = len(holders) >= len(needed)  # spares the sets below while few hold it
-            if is_long_enough and holders >= needed | {*self._members()}:
+            if is_long_enough and holders >= (needed or {*self._members()}):
                 common.append(save)
         return common
 
@@ -81,7 +99,8 @@ class CommonSaves:
 
         On all ranks of all clusters.
         """
-        for kind in (_HELD, _FAILED):
+        self._told = {name: told for name, told in self._told.items() if told.step <= step}
+        for kind in (_HELD, _FAILED, _COMMON):
             self._notices.take_back(kind, lambda told: told["step"] > step)
         for known in (self._holders, self._needed, self._ranges, self._failed, self._own):
             for save in [save for save in known if save[1] > step]:

@@ -194,6 +194,9 @@ class Keeping:
             before = self._before.setdefault(path.resolve(), found)
             if len(found) > 1:
                 known = self._known_of(path, folder)
+                said = self._saves.said_of(self.lies(folder).tag)
+                if known is None and said is not None and said in found:
+                    known = self._known[folder.resolve()] = said
                 hold_back(directory, tag, known, before, self._saves.failing(self.lies(folder).tag))
                 self._tell_of_unknown(path, known)
         return was_put_back
@@ -201,6 +204,15 @@ class Keeping:
     def _known_of(self, *paths: Path) -> Version | None:
         known = [self._known[path.resolve()] for path in paths if path.resolve() in self._known]
         return max(known, default=None)
+
+    def _known_by_name(self) -> dict[str, Version]:
+        """Return what all hold of each name that has been saved more than once."""
+        again = {self.lies(of).tag for of, tried in self._tried.items() if len(tried) > 1}
+        found: dict[str, Version] = {}
+        for folder, known in self._known.items():
+            if (name := self.lies(folder).tag) in again:  # also of another cluster's, if loaded
+                found[name] = max(known, found.get(name, known))
+        return found
 
     def _tell_of_unknown(self, path: Path, known: Version | None) -> None:
         held = path.with_name(f"{path.name}{HELD}")
@@ -228,6 +240,8 @@ class Keeping:
 
     def pass_boundary(self) -> None:
         """Listen; delete what is superfluous now."""
+        if self._is_first:
+            self._saves.tell_who_is_back(self._known_by_name)
         for save in self._saves.hear():
             (tag, step), path = save, self._paths.get(save)
             if path is None or not self._is_held(path, step):
