@@ -44,6 +44,8 @@ def train_under_two_deals(base: str) -> tuple[Trained, Trained, int]:
     for step in range(1, LAST + 1):
         whole.take_step(step)
         if step == STOP:
+            for transfer in whole.handle.loop.in_flight:  # or one cluster may save without a mean
+                transfer.pending.wait()
             whole.save(directory)
     dist.barrier()
     trained = whole.finish()
