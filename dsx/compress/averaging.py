@@ -19,7 +19,6 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,7 @@ from dsx.compress.slices import (
 )
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.compress.wire.parts import has_places, places_of
-from dsx.core.buffers import Buffers, Opening
+from dsx.core.buffers import Buffers, Opening, one_behind_another
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
 
@@ -125,10 +124,10 @@ class CodedMean:
         ]
         # codes that come are used up when the first mean is made
         received = buffers.zeros(sizes.received_bytes(num_clusters), dtype="uint8")
-        copies = _one_behind_another(received, sizes.incoming * (num_clusters - 1))
+        copies = one_behind_another(received, sizes.incoming * (num_clusters - 1))
         count = len(sizes.incoming)
         self._incoming = [copies[k * count : (k + 1) * count] for k in range(num_clusters - 1)]
-        self._means = _one_behind_another(received, sizes.means)
+        self._means = one_behind_another(received, sizes.means)
         # a launch may be encoded while this channel's thread decodes another
         self._encoder = (
             wire.codec(numel, cpu, kernels, opening.encoding) if opening.at_launch else None
@@ -230,12 +229,6 @@ class CodedMean:
         for data in incoming[1:]:
             self._codec.decode_add(data, out)
         out.div_(self._seat.num_clusters)
-
-
-def _one_behind_another(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return parts of `memory` of so many bytes each."""
-    ends = accumulate(sizes, initial=0)
-    return [memory[start:stop] for start, stop in pairwise(ends)]
 
 
 def _encode(

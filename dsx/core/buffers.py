@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,12 @@ class Overlay(Buffers):
         start, self._at = self._at, self._at + prod(shape) * kind.itemsize
         assert self._at <= self._memory.numel(), "more is laid over memory than there is"
         return self._memory[start : self._at].view(kind).view(shape)
+
+
+def one_behind_another(memory: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """Return parts of a vector, of so many elements each."""
+    ends = accumulate(sizes, initial=0)
+    return [memory[start:stop] for start, stop in pairwise(ends)]
 
 
 class SharedWork:

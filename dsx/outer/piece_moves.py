@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsx.core.buffers import Buffers
+from dsx.core.buffers import Buffers, one_behind_another
 
 if TYPE_CHECKING:  # what only plans is started without torch
     import torch
@@ -130,8 +129,7 @@ class _Streams:
     def places(self, number: int, vector: Tensor) -> list[Tensor]:
         """Return where a pass's elements of each rank lie in a vector."""
         bounds = [self._bounds(numel, number) for numel in self._numel]
-        ends = [*accumulate((stop - start for start, stop in bounds), initial=0)]
-        return [vector[start:stop] for start, stop in pairwise(ends)]
+        return one_behind_another(vector, (stop - start for start, stop in bounds))
 
     def pieces(self, number: int, places: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a pass by where they lie, with their elements among `places`."""

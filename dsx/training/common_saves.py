@@ -74,8 +74,7 @@ class CommonSaves:
             if told not in (before := self._ranges.setdefault(save, [])):  # as most tell the same
                 before.append(told)
                 needed.update(m for first, last in told for m in range(first, last + 1))
-            is_long_enough = len(holders) >= len(needed)  # spares the sets below while few hold it
-            if is_long_enough and holders >= (needed or {*self._members()}):
+            if holders >= (needed or {*self._members()}):
                 common.append(save)
         return common
 
